@@ -1,0 +1,151 @@
+"""Match the spec with what the model has: which weights and which channel groups get which rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from torch import fx, nn
+
+from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.labels import Reason, Slot
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.errors import SpecError
+from pdp_fx.granularity import NM, Channels, Rule, Unstructured
+from pdp_fx.ops.kinds import input_axis
+from pdp_fx.passes.find_sites import Site, Sites
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be masked.
+
+    Attributes:
+        weights: weights pruned one by one or N:M, each with its rule.
+        groups: channel groups to prune, each with its rule.
+        kept: channel groups that stay, with the reasons.
+        skipped: what the spec asks for but does not fit, as (name, reason) pairs.
+    """
+
+    weights: tuple[tuple[Site, Unstructured | NM], ...]
+    groups: tuple[tuple[ChannelGroup, Channels], ...]
+    kept: tuple[ChannelGroup, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ChooseTargets(Pass):
+    """Leaves a `Plan` in the context."""
+
+    name: ClassVar[str] = "choose-targets"
+
+    def requires(self, gm: fx.GraphModule, ctx: Context) -> None:
+        rules = [ctx.spec.default, *(rule for _, rule in ctx.spec.overrides)]
+        if any(isinstance(rule, Channels) for rule in rules) and ctx.find(ChannelMap) is None:
+            raise SpecError(
+                "Channels needs example_inputs: channel dependencies are found by running the model once; "
+                "write prepare(model, spec, example_inputs)"
+            )
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        rules = {site.parameter: _rule_of(site, ctx) for site in ctx.get(Sites).weights}
+        weights: list[tuple[Site, Unstructured | NM]] = []
+        skipped: list[tuple[str, str]] = []
+        for site in ctx.get(Sites).weights:
+            rule = rules[site.parameter]
+            why = _misfit(gm, site, rule)
+            if why:
+                skipped.append((site.owner, why))
+            elif isinstance(rule, (Unstructured, NM)):
+                weights.append((site, rule))
+        found = ctx.find(ChannelMap)
+        groups, kept = _sort_groups(found, rules, weights) if found else ([], [])
+        ctx.put(Plan(tuple(weights), tuple(groups), tuple(kept), tuple(skipped)))
+        return False
+
+    def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:
+        plan = ctx.get(Plan)
+        if not plan.weights and not plan.groups:
+            reasons = [f"  {name}: {why}" for name, why in plan.skipped]
+            reasons += [f"  {group.name}: {reason}" for group in plan.kept for reason in group.reasons]
+            raise SpecError("nothing in the model can be pruned by this spec:\n" + "\n".join(reasons))
+
+
+def _rule_of(site: Site, ctx: Context) -> Rule | None:
+    owner = ctx.modules.get(site.owner, nn.Module())
+    return ctx.spec.rule_for(site.owner, owner)
+
+
+def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:
+    """Why a weight cannot take its rule, or the empty string."""
+    weight = gm.get_parameter(site.parameter)
+    if isinstance(rule, Unstructured) and weight.numel() < 2:
+        return "it has a single weight"
+    if not isinstance(rule, NM):
+        return ""
+    owner = gm.get_submodule(site.owner)
+    if input_axis(owner) != 1:
+        return f"N:M runs along the input channels, which are not axis 1 of the weight of {type(owner).__name__}"
+    inputs = weight.shape[1]
+    if inputs % rule.of:
+        return f"{inputs} input channels do not divide into groups of {rule.of}"
+    return ""
+
+
+def _sort_groups(
+    found: ChannelMap, rules: dict[str, Rule | None], weights: list[tuple[Site, Unstructured | NM]]
+) -> tuple[list[tuple[ChannelGroup, Channels]], list[ChannelGroup]]:
+    """Split prunable groups by what the spec says of the layers that produce them."""
+    fixed = _read_by_nm(found, weights)
+    groups: list[tuple[ChannelGroup, Channels]] = []
+    kept = [group for group in found.frozen if _wanted(group, rules)]
+    for group in found.groups:
+        wanted = _wanted(group, rules)
+        if not wanted:
+            continue
+        reason = _conflict(group, rules, fixed)
+        if reason:
+            kept.append(replace(group, reasons=(reason,)))
+        else:
+            groups.append((group, wanted[0]))
+    return groups, kept
+
+
+def _wanted(group: ChannelGroup, rules: dict[str, Rule | None]) -> list[Channels]:
+    asked = [rules.get(slot.tensor) for slot in group.producers]
+    return [rule for rule in asked if isinstance(rule, Channels)]
+
+
+def _read_by_nm(found: ChannelMap, weights: list[tuple[Site, Unstructured | NM]]) -> dict[int, str]:
+    """Classes that an N:M weight reads, with that weight."""
+    return {
+        root: site.parameter
+        for site, rule in weights
+        if isinstance(rule, NM) and Slot(site.parameter, 1) in found.slots
+        for root in found.slots[Slot(site.parameter, 1)].tolist()
+    }
+
+
+def _conflict(group: ChannelGroup, rules: dict[str, Rule | None], fixed: dict[int, str]) -> Reason | None:
+    """Why the spec itself keeps a group, or None."""
+    first = group.producers[0].tensor
+    others = [slot.tensor for slot in group.producers if rules.get(slot.tensor) != rules.get(first)]
+    if others or not isinstance(rules.get(first), Channels):
+        odd = (others or [first])[0]
+        return Reason(
+            odd.rpartition(".")[0],
+            "",
+            f"the spec gives {first.rpartition('.')[0]} and {odd.rpartition('.')[0]} different rules, "
+            "but their channels go together",
+            "give both the same Channels rule",
+        )
+    reader = next((fixed[root] for root in np.unique(group.classes).tolist() if root in fixed), None)
+    if reader is None:
+        return None
+    return Reason(
+        reader.rpartition(".")[0],
+        "",
+        f"{reader} is pruned N:M along these channels; removing some would break its pattern",
+        "give that layer another rule",
+    )

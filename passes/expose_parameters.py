@@ -1,0 +1,99 @@
+"""Turn the parameters that will be masked into values of the graph.
+
+A module keeps its place and its parameters' names, but receives the parameters as arguments, so
+that a mask can be put between a parameter and its use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx, nn
+
+from pdp_fx.channels.analysis import ChannelMap
+from pdp_fx.channels.labels import Slot
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.ops.explicit import reclass
+from pdp_fx.ops.kinds import kind_of, owned_names
+from pdp_fx.passes.choose_targets import Plan
+
+
+@dataclass
+class Exposed:
+    """The node that now stands for each exposed parameter; masking passes move it along."""
+
+    nodes: dict[str, fx.Node]
+
+    def wrap(self, name: str, wrapper: fx.Node) -> None:
+        """Let ``wrapper``, which reads the node of parameter ``name``, take its place everywhere."""
+        self.nodes[name].replace_all_uses_with(wrapper, delete_user_cb=lambda user: user is not wrapper)
+        self.nodes[name] = wrapper
+
+
+def masked_slots(ctx: Context) -> list[Slot]:
+    """The parameter axes on which the plan's channel masks have to sit, in graph order."""
+    groups = ctx.get(Plan).groups
+    if not groups:
+        return []
+    masked = ctx.get(ChannelMap).masked
+    members = dict.fromkeys(slot for group, _ in groups for slot in group.members)
+    return [slot for slot in members if slot in masked]
+
+
+@dataclass(frozen=True)
+class ExposeParameters(Pass):
+    """Gives every parameter of the plan one ``get_attr`` node; leaves them as `Exposed`."""
+
+    name: ClassVar[str] = "expose-parameters"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        wanted = {site.parameter for site, _ in ctx.get(Plan).weights}
+        wanted |= {slot.tensor for slot in masked_slots(ctx)}
+        names = owned_names(gm)
+        for node in list(gm.graph.nodes):
+            if node.op == "call_module":
+                _expose(gm, node, wanted, names)
+        ctx.put(Exposed(_merge_reads(gm, wanted, names)))
+        return bool(wanted)
+
+
+def _expose(gm: fx.GraphModule, node: fx.Node, wanted: set[str], names: dict[int, str]) -> None:
+    """Pass the wanted parameters of a module to it as arguments."""
+    target = str(node.target)
+    module = gm.get_submodule(target)
+    kind = kind_of(module)
+    if kind is None:
+        return
+    for parameter in kind.parameters:
+        tensor = getattr(module, parameter)
+        if tensor is None or names[id(tensor)] not in wanted:
+            continue
+        with gm.graph.inserting_before(node):
+            read = gm.graph.get_attr(names[id(tensor)])
+        read.meta = {"source": node.meta.get("source", "")}
+        node.update_kwarg(parameter, read)
+        if type(module) is kind.plain:
+            module = reclass(module, kind.explicit)
+            place(gm, target, module)
+
+
+def place(gm: fx.GraphModule, target: str, module: nn.Module) -> None:
+    """Put ``module`` at the qualified name ``target``."""
+    owner, _, name = target.rpartition(".")
+    setattr(gm.get_submodule(owner), name, module)
+
+
+def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:
+    """Let the first read of each wanted parameter serve all its uses."""
+    first: dict[str, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        owner, _, attribute = str(node.target).rpartition(".")
+        name = names.get(id(getattr(gm.get_submodule(owner), attribute, None)), "")
+        if name not in wanted:
+            continue
+        if name in first:
+            node.replace_all_uses_with(first[name])
+        else:
+            first[name] = node
+    return first

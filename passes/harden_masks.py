@@ -1,0 +1,98 @@
+"""Apply the hard masks for good: write the masked values into the parameters, drop the mask nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from pdp_fx.channels.labels import Slot
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.masks import ChannelMask
+from pdp_fx.ops.explicit import mask_axis
+from pdp_fx.pruner import CHILD, Pruner, parameters_of
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The channels that go: for each producing weight axis the rows to remove."""
+
+    rows: dict[Slot, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class HardenMasks(Pass):
+    """Leaves the channels to remove as `Dropped`, and a graph without any mask."""
+
+    name: ClassVar[str] = "harden-masks"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        gm.eval()
+        ctx.put(Dropped(_dropped_rows(gm, ctx.get(Pruner))))
+        values: dict[fx.Node, Tensor] = {}
+        roots: dict[fx.Node, str] = {}
+        with torch.no_grad():
+            for node in gm.graph.nodes:
+                _fold(gm, node, values, roots)
+        masked = [node for node in values if node.op != "get_attr"]
+        self._replace(gm, masked, values, roots)
+        delattr(gm, CHILD)
+        return True
+
+    def _replace(
+        self, gm: fx.GraphModule, masked: list[fx.Node], values: dict[fx.Node, Tensor], roots: dict[fx.Node, str]
+    ) -> None:
+        inside = set(masked)
+        final = {roots[node]: values[node] for node in masked if any(user not in inside for user in node.users)}
+        for node in reversed(masked):
+            if node in roots and any(user not in inside for user in node.users):
+                with gm.graph.inserting_before(node):
+                    node.replace_all_uses_with(
+                        gm.graph.get_attr(roots[node]), delete_user_cb=lambda user: user not in inside
+                    )
+            gm.graph.erase_node(node)
+        for name, value in final.items():
+            old = gm.get_parameter(name)
+            swap_tensor(gm, old, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
+
+
+def _fold(gm: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Tensor], roots: dict[fx.Node, str]) -> None:
+    """Evaluate a read of a parameter, or a node of ours that only reads evaluated ones."""
+    target: Any = node.target
+    if node.op == "get_attr":
+        owner, _, name = str(target).rpartition(".")
+        value = getattr(gm.get_submodule(owner), name, None)
+        if isinstance(value, nn.Parameter):
+            values[node], roots[node] = value, str(target)
+    elif node.op == "call_module" and str(target).startswith(f"{CHILD}."):
+        values[node] = gm.get_submodule(str(target))(*(values[arg] for arg in node.all_input_nodes))
+    elif node.op == "call_function" and target is mask_axis:
+        parameter, mask, axis = node.args
+        values[node] = mask_axis(values[parameter], values[mask], axis)  # pyright: ignore[reportArgumentType]
+    if node in values and node.op != "get_attr" and node.all_input_nodes[0] in roots:
+        roots[node] = roots[node.all_input_nodes[0]]
+
+
+def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, ...]]:
+    rows: dict[Slot, tuple[int, ...]] = {}
+    for _, mask in pruner.mask_items():
+        if not isinstance(mask, ChannelMask):
+            continue
+        gone = mask.pruned(*parameters_of(gm, mask))
+        for name, producer in zip(mask.parameters_read, mask.producers, strict=True):
+            places = producer.places if producer.places is not None else range(mask.width)
+            slot = Slot(name, producer.axis)
+            here = tuple(row for row, place in enumerate(places) if place >= 0 and bool(gone[place]))
+            rows[slot] = rows.get(slot, ()) + here
+    return rows
+
+
+def swap_tensor(root: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Put ``new`` in place of ``old`` everywhere in ``root``, wherever it is shared."""
+    for module in root.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is old:
+                    table[name] = new  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,80 @@
+"""Remove the dropped channels from every parameter and buffer that carries them.
+
+The analysis is run again, on the graph without masks. Its labels say for each index of each axis
+which class it belongs to; slicing keeps the indices whose class stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from pdp_fx.channels.analysis import ChannelMap, analyse
+from pdp_fx.channels.labels import Slot
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.errors import PassError
+from pdp_fx.ops.kinds import kind_of, owned_names
+from pdp_fx.passes.harden_masks import Dropped, swap_tensor
+
+
+@dataclass(frozen=True)
+class ShrinkChannels(Pass):
+    """Slices tensors and updates the sizes of their modules."""
+
+    name: ClassVar[str] = "shrink-channels"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        rows = {slot: gone for slot, gone in ctx.get(Dropped).rows.items() if gone}
+        if not rows:
+            return False
+        if ctx.example_inputs is None:
+            raise PassError("channels can only be removed with the example inputs that the model was prepared on")
+        found = analyse(gm, ctx.example_inputs, frozenset(name for name, _ in gm.named_parameters()))
+        gone = _gone_classes(found, rows)
+        _slice_tensors(gm, found, gone)
+        _refresh_modules(gm, found, gone)
+        return True
+
+
+def _gone_classes(found: ChannelMap, rows: dict[Slot, tuple[int, ...]]) -> np.ndarray:
+    """The classes of the dropped rows; none of them may be one that has to stay."""
+    gone = np.unique(np.concatenate([found.slots[slot][list(indices)] for slot, indices in rows.items()]))
+    for group in found.frozen:
+        if np.isin(group.classes, gone).any():
+            raise PassError(f"channels of {group.name} were to be removed, but must stay: {group.reasons[0]}")
+    return gone
+
+
+def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
+    by_tensor: dict[str, dict[int, np.ndarray]] = {}
+    for slot, classes in found.slots.items():
+        stays = np.flatnonzero(~np.isin(classes, gone))
+        if len(stays) < len(classes):
+            by_tensor.setdefault(slot.tensor, {})[slot.axis] = stays
+    tensors: dict[str, Tensor] = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
+    for name, axes in by_tensor.items():
+        old = tensors[name]
+        new = old.detach()
+        for axis, stays in axes.items():
+            new = new.index_select(axis, torch.from_numpy(stays).to(old.device))
+        kept = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        swap_tensor(gm, old, kept)
+
+
+def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
+    """Tell every module its new sizes."""
+    inputs: dict[str, int] = {}
+    for contraction in found.contractions:
+        if contraction.inputs is not None:
+            inputs[contraction.weight] = int((~np.isin(found.classes[contraction.inputs.numpy()], gone)).sum())
+    names = owned_names(gm)
+    for module in gm.modules():
+        kind = kind_of(module)
+        if kind is None:
+            continue
+        weight = getattr(module, "weight", None)
+        kind.refresh(module, inputs.get(names[id(weight)]) if weight is not None else None)

@@ -1,0 +1,79 @@
+"""Check by numbers that the converted graph gives what the prepared model gives in eval mode."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from pdp_fx.channels.flow import place_arguments
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.errors import VerifyError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The prepared model's eval outputs on the example inputs, and the difference allowed to them."""
+
+    outputs: tuple[Tensor, ...]
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The largest difference from the prepared model, relative to the scale of the output."""
+
+    difference: float
+
+
+@dataclass(frozen=True)
+class VerifyEquivalence(Pass):
+    """Leaves a `Verified`; without example inputs there is nothing to run."""
+
+    name: ClassVar[str] = "verify-equivalence"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        reference = ctx.find(Reference)
+        if reference is None or ctx.example_inputs is None:
+            logger.info("convert was not checked by numbers: the model was prepared without example inputs")
+            return False
+        outputs = eval_outputs(gm, ctx.example_inputs)
+        ctx.put(Verified(relative_difference(outputs, reference.outputs)))
+        return False
+
+    def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:
+        verified, reference = ctx.find(Verified), ctx.find(Reference)
+        if verified is None or reference is None:
+            return
+        if not verified.difference <= reference.tolerance:
+            raise VerifyError(
+                f"the converted model differs from the prepared one by {verified.difference:.2e} of the output's "
+                f"scale; at most {reference.tolerance:.0e} is expected. The model you gave is untouched"
+            )
+
+
+def eval_outputs(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Tensor, ...]:
+    """Run ``gm``, which must be in eval mode, and return all floating-point outputs."""
+    with torch.no_grad():
+        result = gm(*place_arguments(gm, inputs))
+    return tuple(leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def relative_difference(outputs: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> float:
+    """The largest difference of any output, relative to the largest reference value of that output."""
+    if [tuple(out.shape) for out in outputs] != [tuple(ref.shape) for ref in reference]:
+        return float("inf")
+    worst = 0.0
+    for out, ref in zip(outputs, reference, strict=True):
+        if not ref.numel():
+            continue
+        scale = ref.abs().max().clamp(min=torch.finfo(ref.dtype).tiny)
+        difference = float((out - ref).abs().max() / scale)
+        worst = float("inf") if difference != difference else max(worst, difference)
+    return worst

@@ -1,0 +1,16 @@
+"""pdp-fx: a torch.fx compiler for train-time pruning."""
+
+from pdp_fx.api import convert as convert
+from pdp_fx.api import prepare as prepare
+from pdp_fx.api import step as step
+from pdp_fx.errors import PassError as PassError
+from pdp_fx.errors import PdpError as PdpError
+from pdp_fx.errors import SpecError as SpecError
+from pdp_fx.errors import StateError as StateError
+from pdp_fx.errors import TraceError as TraceError
+from pdp_fx.errors import VerifyError as VerifyError
+from pdp_fx.spec import NM as NM
+from pdp_fx.spec import Channels as Channels
+from pdp_fx.spec import PruneSpec as PruneSpec
+from pdp_fx.spec import Schedule as Schedule
+from pdp_fx.spec import Unstructured as Unstructured

@@ -1,0 +1,257 @@
+"""Running a traced graph while labels flow through every aten operation.
+
+`LabelFlow` is a dispatch mode: it lets each operation compute its real result and then asks the
+operation's rule what became of the labels. `run` drives the graph through it node by node, in
+eval mode and without gradients, so that every label knows the node that it met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pdp_fx.channels.labels import Layer, Reason, Slot, Ties, shaped
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A conv, linear or matmul with a parameter as its weight.
+
+    Attributes:
+        weight: the parameter's qualified name.
+        positions: how often each weight is used, summed over the batch.
+        node: the graph node that does it.
+        inputs: the labels of the input channels, or None when they have none.
+    """
+
+    weight: str
+    positions: int
+    node: str
+    inputs: Tensor | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One aten operation that has just run."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    def tensors(self) -> list[Tensor]:
+        """All tensor arguments, in order."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Labels that an operation has laid out by sizes it was given: where they were, where they are."""
+
+    before: Layer
+    after: Layer
+
+
+Rule = Callable[[Call, "LabelFlow"], None]
+RULES: dict[torch._ops.OpOverloadPacket, Rule] = {}
+
+
+def rule(*packets: torch._ops.OpOverloadPacket) -> Callable[[Rule], Rule]:
+    """Register a channel rule for aten operations; a second rule for one operation is an error."""
+
+    def register(function: Rule) -> Rule:
+        for packet in packets:
+            if packet in RULES:
+                raise ValueError(f"{packet} has a channel rule already")
+            RULES[packet] = function
+        return function
+
+    return register
+
+
+@dataclass
+class Record:
+    """What one run of the graph has shown."""
+
+    ties: Ties = field(default_factory=Ties)
+    slots: dict[Slot, Tensor] = field(default_factory=dict[Slot, Tensor])
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    producers: list[Slot] = field(default_factory=list[Slot])
+    contractions: list[Contraction] = field(default_factory=list[Contraction])
+    demands: list[Layer] = field(default_factory=list[Layer])
+    node_layers: dict[str, tuple[tuple[int, ...], tuple[Layer, ...]]] = field(
+        default_factory=dict[str, tuple[tuple[int, ...], tuple[Layer, ...]]]
+    )
+
+
+class LabelFlow(TorchDispatchMode):
+    """Moves labels along with the tensors that carry them.
+
+    Args:
+        gm: the graph module; its parameters and buffers are labelled axis by axis.
+        maskable: names of the parameters that a mask can be put on.
+        rules: finds the rule of an operation.
+    """
+
+    def __init__(self, gm: fx.GraphModule, maskable: frozenset[str], rules: Callable[[Call], Rule]) -> None:
+        super().__init__()
+        self.record = Record()
+        self.node = "input"
+        self.source = ""
+        self.sized: list[Sized] = []
+        self._rules = rules
+        self._maskable = maskable
+        self._layers = WeakTensorKeyDictionary()
+        self._names: dict[int, str] = {}
+        for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
+            self._names.setdefault(id(tensor), name)
+            self.record.shapes[name] = tuple(tensor.shape)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        call = Call(func, args, kwargs or {}, result)
+        if func._schema.is_mutable:
+            self._freeze_aliases(call)
+        self._rules(call)(call, self)
+        return result
+
+    def _freeze_aliases(self, call: Call) -> None:
+        """Freeze what shares memory with a tensor that is written to: its labels can not be followed."""
+        for leaf, argument in zip(call.args, call.func._schema.arguments, strict=False):
+            if not isinstance(leaf, Tensor) or argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            storage = leaf.untyped_storage()._cdata
+            aliases = [t for t in self._layers if t is not leaf and t.untyped_storage()._cdata == storage]
+            if aliases:
+                self.freeze_all([leaf, *aliases, *call.tensors()], "it is written to in place through a view")
+
+    def layers(self, tensor: Tensor) -> tuple[Layer, ...]:
+        """The label layers of ``tensor``; a parameter or buffer gets its own on first sight."""
+        found = self._layers.get(tensor)
+        if found is None:
+            name = self._names.get(id(tensor))
+            found = () if name is None else self._label_stored(name, tensor)
+            self._layers[tensor] = found
+        return found
+
+    def _label_stored(self, name: str, tensor: Tensor) -> tuple[Layer, ...]:
+        layers: list[Layer] = []
+        for axis, size in enumerate(tensor.shape):
+            if size > 1:
+                slot = Slot(name, axis)
+                self.record.slots[slot] = self.record.ties.fresh(size)
+                ids = shaped(self.record.slots[slot], axis, tensor.ndim)
+                layers.append(Layer(ids, torch.full_like(ids, name in self._maskable, dtype=torch.bool), (), slot))
+        return tuple(layers)
+
+    def put(self, tensor: Tensor, layers: list[Layer] | tuple[Layer, ...]) -> None:
+        """Say which labels ``tensor`` carries; layers that change along no axis say nothing."""
+        self._layers[tensor] = tuple(layer for layer in layers if layer.support)
+
+    def tie(self, left: Tensor, right: Tensor) -> None:
+        """Tie two label tensors elementwise, broadcasting."""
+        self.record.ties.tie(left, right)
+
+    def freeze(self, ids: Tensor, why: str, remedy: str = "") -> None:
+        """Say that these labels must stay, because of the node that is running."""
+        self.record.ties.freeze(ids, Reason(self.node, self.source, why, remedy))
+
+    def freeze_all(self, tensors: list[Tensor], why: str, remedy: str = "") -> None:
+        """Freeze every label of these tensors."""
+        for tensor in tensors:
+            for layer in self.layers(tensor):
+                self.freeze(layer.ids, why, remedy)
+
+    def demand(self, layer: Layer) -> None:
+        """Say that this layer's elements must be 0 when their channel is dropped."""
+        self.record.demands.append(layer)
+
+    def produce(self, layer: Layer) -> None:
+        """Say that this weight axis makes new channels."""
+        if layer.slot is not None and layer.slot not in self.record.producers:
+            self.record.producers.append(layer.slot)
+
+    def contract(self, weight: Tensor, positions: int, inputs: Tensor | None) -> None:
+        """Count the multiply-accumulates of a contraction with a parameter."""
+        owners = {layer.slot.tensor for layer in self.layers(weight) if layer.slot}
+        name = self._names.get(id(weight)) or (owners.pop() if len(owners) == 1 else None)
+        if name is not None:
+            self.record.contractions.append(Contraction(name, positions, self.node, inputs))
+
+
+class _FlowInterpreter(fx.Interpreter):
+    """Runs the graph and tells the flow which node is running."""
+
+    def __init__(self, gm: fx.GraphModule, flow: LabelFlow, after: Callable[[fx.Node, LabelFlow, Any], None]) -> None:
+        super().__init__(gm)
+        self.flow = flow
+        self.after = after
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.flow.node = n.name
+        self.flow.source = str(n.meta.get("source", ""))
+        self.flow.sized = []
+        result = super().run_node(n)
+        self.after(n, self.flow, result)
+        if isinstance(result, Tensor):
+            self.flow.record.node_layers[n.name] = (tuple(result.shape), self.flow.layers(result))
+        return result
+
+
+@contextlib.contextmanager
+def evaluating(gm: fx.GraphModule) -> Iterator[None]:
+    """Put every module into eval mode without the fused attention path, and back again."""
+    modes = {module: module.training for module in gm.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    gm.eval()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, training in modes.items():
+            module.training = training
+
+
+def run(
+    gm: fx.GraphModule,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    flow: LabelFlow,
+    after: Callable[[fx.Node, LabelFlow, Any], None],
+) -> Record:
+    """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it saw."""
+    placed = place_arguments(gm, inputs)
+    with evaluating(gm), torch.no_grad(), flow:
+        _FlowInterpreter(gm, flow, after).run(*placed)
+    return flow.record
+
+
+def place_arguments(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Order positional and keyword arguments as the graph's placeholders want them."""
+    args, kwargs = list(inputs[0]), dict(inputs[1])
+    placed: list[Any] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        name = str(node.target)
+        if args:
+            placed.append(args.pop(0))
+        elif name in kwargs:
+            placed.append(kwargs.pop(name))
+        elif node.args:
+            placed.append(node.args[0])
+    return placed

@@ -1,0 +1,152 @@
+"""Labels: the identity of each channel, and the ties among them.
+
+A `Layer` says, for every element of a tensor, which channel the element belongs to along one or
+more axes. It is stored small: an axis along which the label does not change has size 1. A tensor
+can carry several layers (a weight has one for its rows and one for its columns).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+@dataclass(frozen=True)
+class Slot:
+    """One axis of one parameter or buffer, by its qualified name."""
+
+    tensor: str
+    axis: int
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why channels stay: the node, its operation, the source line, a sentence, and what would help."""
+
+    node: str
+    source: str
+    why: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"%{self.node}{where}: {self.why}{remedy}"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Labels of a tensor along some of its axes.
+
+    Attributes:
+        ids: int64, as many axes as the tensor, each of the tensor's size or 1.
+        zero: bool, same shape: dropping the element's channel makes the element exactly 0.
+        needs: the layers whose elements must be 0 for these to be 0.
+        slot: the parameter's axis whose labels these are, through layout operations only.
+    """
+
+    ids: Tensor
+    zero: Tensor
+    needs: tuple[Layer, ...] = ()
+    slot: Slot | None = None
+
+    @property
+    def support(self) -> frozenset[int]:
+        """The axes along which the labels change."""
+        return frozenset(axis for axis, size in enumerate(self.ids.shape) if size > 1)
+
+    @property
+    def all_zero(self) -> bool:
+        """Whether every element vanishes with its channel."""
+        return bool(self.zero.all())
+
+    def along(self, axis: int) -> Tensor:
+        """The labels along ``axis`` as a vector; the layer must not change along any other axis."""
+        return self.ids.reshape(-1) if self.support <= {axis} else self.ids.amax()
+
+
+def compress(ids: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Shrink every axis along which both tensors are constant to size 1."""
+    for axis in range(ids.ndim):
+        if ids.shape[axis] <= 1:
+            continue
+        first_ids, first_zero = ids.narrow(axis, 0, 1), zero.narrow(axis, 0, 1)
+        strided = ids.stride(axis) == 0 and zero.stride(axis) == 0
+        if strided or (bool((ids == first_ids).all()) and bool((zero == first_zero).all())):
+            ids, zero = first_ids, first_zero
+    return ids.contiguous(), zero.contiguous()
+
+
+def shaped(vector: Tensor, axis: int, ndim: int) -> Tensor:
+    """Lay ``vector`` along ``axis`` of a tensor of ``ndim`` axes."""
+    shape = [1] * ndim
+    shape[axis] = -1
+    return vector.reshape(shape)
+
+
+class Ties:
+    """Fresh labels, the pairs of labels that are tied, and the labels that must stay.
+
+    Ties are only collected here; `classes` solves them all at once.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        self._frozen: list[tuple[np.ndarray, Reason]] = []
+
+    def fresh(self, count: int) -> Tensor:
+        """Return ``count`` new labels."""
+        self._next += count
+        return torch.arange(self._next - count, self._next)
+
+    def tie(self, left: Tensor, right: Tensor) -> None:
+        """Tie two label tensors elementwise, broadcasting."""
+        left, right = torch.broadcast_tensors(left, right)
+        pairs = torch.stack([left.reshape(-1), right.reshape(-1)])
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        if pairs.shape[1]:
+            pairs = torch.unique(pairs, dim=1) if pairs.shape[1] > 4096 else pairs
+            self._pairs.append((pairs[0].numpy(), pairs[1].numpy()))
+
+    def freeze(self, ids: Tensor, reason: Reason) -> None:
+        """Say that these labels must stay."""
+        self._frozen.append((ids.reshape(-1).unique().numpy(), reason))
+
+    def classes(self) -> np.ndarray:
+        """Return for every label the smallest label that it is tied to, shape (labels,)."""
+        parent = np.arange(self._next)
+        if not self._pairs:
+            return parent
+        left = np.concatenate([pair[0] for pair in self._pairs])
+        right = np.concatenate([pair[1] for pair in self._pairs])
+        while True:
+            roots_left, roots_right = parent[left], parent[right]
+            open_ = roots_left != roots_right
+            if not open_.any():
+                return parent
+            low = np.minimum(roots_left[open_], roots_right[open_])
+            high = np.maximum(roots_left[open_], roots_right[open_])
+            np.minimum.at(parent, high, low)
+            parent = _shortcut(parent)
+
+    def frozen(self, classes: np.ndarray) -> dict[int, list[Reason]]:
+        """Return the reasons, in the order in which they were met, of every frozen class."""
+        reasons: dict[int, list[Reason]] = {}
+        for ids, reason in self._frozen:
+            for root in np.unique(classes[ids]).tolist():
+                known = reasons.setdefault(root, [])
+                if reason not in known:
+                    known.append(reason)
+        return reasons
+
+
+def _shortcut(parent: np.ndarray) -> np.ndarray:
+    """Point every label straight at its root."""
+    while True:
+        above = parent[parent]
+        if np.array_equal(above, parent):
+            return parent
+        parent = above

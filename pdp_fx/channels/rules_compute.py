@@ -1,0 +1,193 @@
+"""Operations that contract an axis: convolution, matrix products, embedding.
+
+A contraction ties its weight's input axis to the channels it reads, and makes new channels from
+the weight's output axis. It is exact to drop a channel only if what is read of it is 0; where that
+is not so, the weight's columns can be masked instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdp_fx.channels.flow import Call, LabelFlow, rule
+from pdp_fx.channels.labels import Layer, shaped
+
+aten = torch.ops.aten
+
+
+def axis_layer(tensor: Tensor, axis: int, flow: LabelFlow) -> Layer | None:
+    """The layer of ``tensor`` that changes along ``axis`` and nowhere else, or None."""
+    return next((layer for layer in flow.layers(tensor) if layer.support == {axis}), None)
+
+
+def freeze_others(tensor: Tensor, keep: frozenset[int], flow: LabelFlow, why: str) -> None:
+    """Freeze the layers of ``tensor`` that do not lie along exactly one of the axes in ``keep``."""
+    for layer in flow.layers(tensor):
+        if len(layer.support) != 1 or not layer.support <= keep:
+            flow.freeze(layer.ids, why)
+
+
+def consume(read: Layer | None, columns: Layer | None, flow: LabelFlow) -> None:
+    """Contract the channels ``read`` with a weight's ``columns``, which are tied to them."""
+    if read is None and columns is None:
+        return
+    if read is None or columns is None:
+        known = read or columns
+        if known is not None:
+            flow.freeze(known.ids, "it is contracted with values that have no channels")
+        return
+    flow.tie(read.ids.reshape(-1), columns.ids.reshape(-1))
+    if read.all_zero:
+        flow.demand(read)
+    elif columns.all_zero:
+        flow.demand(columns)
+    else:
+        flow.freeze(read.ids, "a dropped channel is not 0 when it is read here")
+
+
+@rule(aten.convolution, aten._convolution)
+def convolution(call: Call, flow: LabelFlow) -> None:
+    """Any convolution: plain, grouped, depthwise or transposed, in one to three dimensions."""
+    source, weight, bias = call.args[:3]
+    transposed, groups = bool(call.args[6]), int(call.args[8])
+    outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+    channel_axis = source.ndim - (weight.ndim - 1)
+    freeze_others(source, frozenset({channel_axis}), flow, "it lies along an axis that a convolution sweeps")
+    read = axis_layer(source, channel_axis, flow)
+    columns, rows = (0, 1) if transposed else (1, 0)
+    parts = (axis_layer(weight, columns, flow), axis_layer(weight, rows, flow))
+    per_channel = source.numel() // source.shape[channel_axis] if transposed else call.result.numel() // outputs
+    flow.contract(weight, per_channel, None if read is None else read.ids.reshape(-1))
+    if groups == 1:
+        consume(read, parts[0], flow)
+        made = _produce(parts[1], bias, flow)
+    elif groups == source.shape[channel_axis] and not transposed:
+        made = _depthwise(read, weight, bias, flow)
+    else:
+        made = _grouped(read, parts, bias, (groups, transposed), flow)
+    layers = [] if made is None else [_placed(made, channel_axis, call.result.ndim)]
+    flow.put(call.result, layers)
+
+
+def _placed(layer: Layer, axis: int, ndim: int) -> Layer:
+    return Layer(shaped(layer.ids.reshape(-1), axis, ndim), shaped(layer.zero.reshape(-1), axis, ndim), layer.needs)
+
+
+def _with_bias(rows: Layer, bias: Tensor | None, flow: LabelFlow) -> Layer:
+    """The output channels of ``rows`` once their bias is added."""
+    added = None if bias is None else axis_layer(bias, 0, flow)
+    zero = rows.zero.reshape(-1)
+    if bias is not None and added is None:
+        if bias.numel() > 1:
+            flow.freeze(rows.ids, "its bias has no channels")
+        return Layer(rows.ids.reshape(-1), torch.zeros_like(zero), (rows,))
+    if added is None:
+        return Layer(rows.ids.reshape(-1), zero, (rows,))
+    flow.tie(rows.ids.reshape(-1), added.ids.reshape(-1))
+    return Layer(rows.ids.reshape(-1), zero & added.zero.reshape(-1), (rows, added))
+
+
+def _produce(rows: Layer | None, bias: Tensor | None, flow: LabelFlow) -> Layer | None:
+    """New channels, one for each row of a weight."""
+    if rows is None:
+        return None
+    flow.produce(rows)
+    return _with_bias(rows, bias, flow)
+
+
+def _depthwise(read: Layer | None, weight: Tensor, bias: Tensor | None, flow: LabelFlow) -> Layer | None:
+    """Every channel keeps to itself; with a multiplier, its outputs stay together."""
+    rows = axis_layer(weight, 0, flow)
+    if rows is None:
+        return None
+    if read is None:
+        flow.freeze(rows.ids, "a depthwise convolution passes on values that have no channels")
+    else:
+        flow.tie(rows.ids.reshape(read.ids.numel(), -1), read.ids.reshape(-1, 1))
+    return _with_bias(rows, bias, flow)
+
+
+def _grouped(
+    read: Layer | None,
+    parts: tuple[Layer | None, Layer | None],
+    bias: Tensor | None,
+    kind: tuple[int, bool],
+    flow: LabelFlow,
+) -> Layer | None:
+    """Groups stay equal: channels at the same place of every group are tied."""
+    columns, rows = parts
+    groups, transposed = kind
+    for layer in (read, columns if transposed else rows):
+        if layer is not None:
+            grid = layer.ids.reshape(groups, -1)
+            flow.tie(grid, grid[:1])
+    if transposed:
+        consume(read, columns, flow)
+        return _transposed_rows(rows, groups, bias, flow)
+    first = None if read is None else _first_group(read, groups)
+    consume(first, columns, flow)
+    if read is not None and first is not None and first.all_zero:
+        flow.demand(read)
+    return _produce(rows, bias, flow)
+
+
+def _first_group(read: Layer, groups: int) -> Layer:
+    """The channels of the first group, which vanish where those of every group do."""
+    zero = read.zero.reshape(groups, -1).all(dim=0)
+    return Layer(read.ids.reshape(groups, -1)[0], zero, (read,))
+
+
+def _transposed_rows(rows: Layer | None, groups: int, bias: Tensor | None, flow: LabelFlow) -> Layer | None:
+    """A transposed weight holds each output place once, for all groups."""
+    if rows is None:
+        return None
+    flow.produce(rows)
+    repeated = Layer(rows.ids.reshape(-1).repeat(groups), rows.zero.reshape(-1).repeat(groups), (rows,))
+    return _with_bias(repeated, bias, flow)
+
+
+@rule(aten.mm)
+def mm(call: Call, flow: LabelFlow) -> None:
+    """A product of two matrices."""
+    _multiply(call, (call.args[0], call.args[1]), None, flow)
+
+
+@rule(aten.addmm)
+def addmm(call: Call, flow: LabelFlow) -> None:
+    """A product of two matrices and a bias."""
+    _multiply(call, (call.args[1], call.args[2]), call.args[0], flow)
+
+
+def _multiply(call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, flow: LabelFlow) -> None:
+    """Contract the columns of the left operand with the rows of the right one."""
+    left, right = operands
+    for operand in operands:
+        freeze_others(operand, frozenset({0, 1}), flow, "it lies along two axes of a matrix product")
+    read, columns = axis_layer(left, 1, flow), axis_layer(right, 0, flow)
+    flow.contract(right, left.shape[0], None if read is None else read.ids.reshape(-1))
+    consume(read, columns, flow)
+    layers: list[Layer] = []
+    kept = axis_layer(left, 0, flow)
+    if kept is not None:
+        layers.append(Layer(kept.ids, kept.zero if bias is None else torch.zeros_like(kept.zero), (kept,)))
+    rows = axis_layer(right, 1, flow)
+    if rows is not None:
+        made = _produce(rows, bias, flow) if rows.slot is not None else _with_bias(rows, bias, flow)
+        if made is not None:
+            layers.append(_placed(made, 1, 2))
+    flow.put(call.result, layers)
+
+
+@rule(aten.embedding)
+def embedding(call: Call, flow: LabelFlow) -> None:
+    """A table's columns are new channels; its entries stay."""
+    table = call.args[0]
+    entries, columns = axis_layer(table, 0, flow), axis_layer(table, 1, flow)
+    if entries is not None:
+        flow.freeze(entries.ids, "the entries of an embedding table are chosen by its input")
+    if columns is None:
+        flow.put(call.result, ())
+        return
+    flow.produce(columns)
+    flow.put(call.result, [_placed(_with_bias(columns, None, flow), call.result.ndim - 1, call.result.ndim)])

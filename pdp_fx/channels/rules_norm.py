@@ -1,0 +1,156 @@
+"""Normalisation and reductions.
+
+BatchNorm works channel by channel: whatever reaches it, its own weight and bias decide the
+channel's value, so a mask on these two makes the channel 0. Norms whose statistics run over the
+channels themselves change when a channel is dropped, and freeze them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdp_fx.channels.flow import Call, LabelFlow, rule
+from pdp_fx.channels.labels import Layer, shaped
+from pdp_fx.channels.rules_compute import axis_layer, consume, freeze_others
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.native_batch_norm, aten._native_batch_norm_legit_no_training, aten.cudnn_batch_norm, aten._native_batch_norm_legit,
+    aten._batch_norm_no_update, aten.miopen_batch_norm,
+)  # fmt: skip
+def batch_norm(call: Call, flow: LabelFlow) -> None:
+    """Tie weight, bias and running statistics to the channels; weight and bias decide what is 0."""
+    source = call.args[0]
+    result = call.result[0]
+    freeze_others(source, frozenset({1}), flow, "it lies along an axis that BatchNorm averages over")
+    read = axis_layer(source, 1, flow)
+    stored = [axis_layer(tensor, 0, flow) for tensor in call.args[1:5] if isinstance(tensor, Tensor)]
+    known = [layer for layer in stored if layer is not None]
+    if read is None:
+        for layer in known:
+            flow.freeze(layer.ids, "BatchNorm of values that have no channels")
+        flow.put(result, ())
+        return
+    for layer in known:
+        flow.tie(read.ids.reshape(-1), layer.ids)
+    affine = [axis_layer(t, 0, flow) for t in call.args[1:3] if isinstance(t, Tensor)]
+    scale = [layer for layer in affine if layer is not None]
+    zero = scale[0].zero & scale[1].zero if len(scale) == 2 else torch.zeros(read.ids.numel(), dtype=torch.bool)
+    ids = read.ids.reshape(-1)
+    flow.put(result, [Layer(shaped(ids, 1, result.ndim), shaped(zero, 1, result.ndim), tuple(scale))])
+
+
+@rule(aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm)
+def channel_statistics(call: Call, flow: LabelFlow) -> None:
+    """Statistics over the channels themselves would change with every dropped channel."""
+    result = call.result[0]
+    name = call.func.overloadpacket.__name__.removeprefix("native_").removeprefix("_fused_")
+    tensors = [tensor for tensor in call.args if isinstance(tensor, Tensor)]
+    normalised = _normalised_axes(call)
+    kept: list[Layer] = []
+    for layer in flow.layers(call.args[0]):
+        if layer.support & normalised:
+            flow.freeze(layer.ids, f"the statistics of {name} run over these channels")
+        else:
+            kept.append(Layer(layer.ids, torch.zeros_like(layer.zero), (layer,)))
+    flow.freeze_all(tensors[1:], f"the statistics of {name} run over these channels")
+    flow.put(result, kept)
+
+
+def _normalised_axes(call: Call) -> frozenset[int]:
+    source: Tensor = call.args[0]
+    if call.func.overloadpacket is aten.native_group_norm:
+        return frozenset(range(1, source.ndim))
+    return frozenset(range(source.ndim - len(call.args[1]), source.ndim))
+
+
+SPATIAL = {
+    aten.max_pool2d_with_indices: 2, aten.max_pool3d_with_indices: 3, aten.avg_pool2d: 2, aten.avg_pool3d: 3,
+    aten._adaptive_avg_pool2d: 2, aten._adaptive_avg_pool3d: 3, aten.adaptive_max_pool2d: 2, aten.adaptive_max_pool3d: 3,
+    aten.upsample_nearest1d: 1, aten.upsample_nearest2d: 2, aten.upsample_nearest3d: 3, aten._upsample_nearest_exact2d: 2,
+    aten.upsample_bilinear2d: 2, aten.upsample_bicubic2d: 2, aten.upsample_linear1d: 1, aten.upsample_trilinear3d: 3,
+    aten._upsample_bilinear2d_aa: 2, aten._upsample_bicubic2d_aa: 2, aten.reflection_pad2d: 2, aten.replication_pad2d: 2,
+    aten.reflection_pad1d: 1, aten.replication_pad1d: 1, aten.reflection_pad3d: 3, aten.replication_pad3d: 3,
+    aten.max_pool2d: 2, aten.adaptive_avg_pool1d: 1, aten.avg_pool1d: 1,
+}  # fmt: skip
+"""Operations on the last axes only, by their number; zero stays zero in all of them."""
+
+
+@rule(*SPATIAL)
+def spatial(call: Call, flow: LabelFlow) -> None:
+    """Pooling, resampling and border padding keep the channels and freeze the axes they sweep."""
+    source = call.args[0]
+    results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
+    swept = frozenset(range(source.ndim - SPATIAL[call.func.overloadpacket], source.ndim))
+    kept: list[Layer] = []
+    for layer in flow.layers(source):
+        if layer.support & swept:
+            flow.freeze(layer.ids, f"{call.func.overloadpacket.__name__} sweeps over these channels")
+        else:
+            kept.append(Layer(layer.ids, layer.zero, (layer,)))
+    for result in results:
+        flow.put(result, kept)
+
+
+def _axes(source: Tensor, axes: Any) -> frozenset[int]:
+    if axes is None or (isinstance(axes, (list, tuple)) and not axes):
+        return frozenset(range(source.ndim))
+    listed = [axes] if isinstance(axes, int) else list(axes)
+    return frozenset(axis % source.ndim for axis in listed)
+
+
+@rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.var_mean, aten.prod, aten.max, aten.min,
+      aten.any, aten.all, aten.norm, aten.linalg_vector_norm)  # fmt: skip
+def reduction(call: Call, flow: LabelFlow) -> None:
+    """Reducing other axes keeps the channels; summing channels needs them to be 0; the rest freezes."""
+    packet = call.func.overloadpacket
+    if packet in (aten.max, aten.min) and len(call.tensors()) > 1:
+        flow.freeze_all(call.tensors(), f"no channel rule for {call.func}")
+        return
+    source, keepdim, axes = _reduction_arguments(call)
+    results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
+    kept: list[Layer] = []
+    for layer in flow.layers(source):
+        if not layer.support & axes:
+            kept.append(_reduced(layer, axes, keepdim, packet))
+        elif packet is aten.sum:
+            consume(layer, layer, flow)
+        else:
+            flow.freeze(layer.ids, f"{packet.__name__} runs over these channels")
+    for result in results:
+        flow.put(result, kept)
+
+
+def _reduction_arguments(call: Call) -> tuple[Tensor, bool, frozenset[int]]:
+    source: Tensor = call.args[0]
+    names = [argument.name for argument in call.func._schema.arguments]
+    bound = dict(zip(names, call.args, strict=False)) | call.kwargs
+    return source, bool(bound.get("keepdim", False)), _axes(source, bound.get("dim"))
+
+
+def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, packet: Any) -> Layer:
+    ids, zero = layer.ids, layer.zero
+    if not keepdim:
+        shape = [size for axis, size in enumerate(ids.shape) if axis not in axes]
+        ids, zero = ids.reshape(shape), zero.reshape(shape)
+    vanishing = packet in (aten.mean, aten.sum, aten.amax, aten.amin, aten.linalg_vector_norm)
+    return Layer(ids, zero if vanishing else torch.zeros_like(zero), (layer,))
+
+
+@rule(aten._softmax, aten._log_softmax)
+def softmax(call: Call, flow: LabelFlow) -> None:
+    """A softmax over the channels changes with each of them; over another axis it is never 0."""
+    source = call.args[0]
+    axis = int(call.args[1]) % source.ndim
+    kept: list[Layer] = []
+    for layer in flow.layers(source):
+        if axis in layer.support:
+            flow.freeze(layer.ids, "a softmax runs over these channels")
+        else:
+            kept.append(Layer(layer.ids, torch.zeros_like(layer.zero), (layer,)))
+    flow.put(call.result, kept)

@@ -1,0 +1,131 @@
+"""Pointwise operations tie the channels of their operands.
+
+Whether a dropped channel is still exactly 0 afterwards is not read off a table: the operation is
+run on small tensors, with 0 in the operands that vanish and other values everywhere else.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pdp_fx.channels.flow import Call, LabelFlow
+from pdp_fx.channels.labels import Layer
+
+aten = torch.ops.aten
+
+UNTAGGED = frozenset({aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_})
+"""Pointwise operations that carry no pointwise tag in every supported version of torch."""
+
+
+def is_pointwise(func: torch._ops.OpOverload) -> bool:
+    """Whether each output element depends on one (broadcast) element of each operand only."""
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return not random and (torch.Tag.pointwise in func.tags or func.overloadpacket in UNTAGGED)
+
+
+def pointwise(call: Call, flow: LabelFlow) -> None:
+    """Tie the operands' labels elementwise; freeze what meets values without channels."""
+    result = call.result
+    if not isinstance(result, Tensor):
+        flow.freeze_all(call.tensors(), f"{call.func} returns several tensors and has no channel rule")
+        return
+    operands = call.tensors()
+    lifted = [_lift(flow.layers(operand), result.ndim) for operand in operands]
+    if not any(lifted):
+        flow.put(result, ())
+        return
+    _freeze_bare_meetings(operands, lifted, result.ndim, call, flow)
+    flow.put(result, [_merge(cluster, call, flow) for cluster in _clusters(lifted)])
+
+
+def _lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:
+    """Prepend axes of size 1, as broadcasting does."""
+
+    def lift(layer: Layer) -> Layer:
+        shape = (1,) * (ndim - layer.ids.ndim) + tuple(layer.ids.shape)
+        return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,))
+
+    return tuple(lift(layer) for layer in layers)
+
+
+def _freeze_bare_meetings(
+    operands: list[Tensor], lifted: list[tuple[Layer, ...]], ndim: int, call: Call, flow: LabelFlow
+) -> None:
+    """Freeze labels along an axis on which another operand has values but no labels."""
+    for mine, layers in enumerate(lifted):
+        for layer in layers:
+            for other, operand in enumerate(operands):
+                if other == mine:
+                    continue
+                sizes = (1,) * (ndim - operand.ndim) + tuple(operand.shape)
+                covered = frozenset().union(*(theirs.support for theirs in lifted[other]))
+                if any(sizes[axis] > 1 and axis not in covered for axis in layer.support):
+                    name = call.func.overloadpacket.__name__
+                    flow.freeze(layer.ids, f"{name} joins these channels with values that have none")
+
+
+Member = tuple[int, Layer]
+
+
+def _clusters(lifted: list[tuple[Layer, ...]]) -> list[list[Member]]:
+    """Collect layers, with the number of their operand, whose axes overlap."""
+    clusters: list[list[Member]] = []
+    for operand, layers in enumerate(lifted):
+        for layer in layers:
+            touching = [c for c in clusters if any(layer.support & other.support for _, other in c)]
+            merged = [member for cluster in touching for member in cluster] + [(operand, layer)]
+            clusters = [c for c in clusters if c not in touching] + [merged]
+    return clusters
+
+
+def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
+    """Tie the layers of a cluster and say where the result is 0."""
+    shape = torch.broadcast_shapes(*(layer.ids.shape for _, layer in cluster))
+    for _, layer in cluster[1:]:
+        flow.tie(cluster[0][1].ids, layer.ids)
+    widest = max((layer for _, layer in cluster), key=lambda layer: len(layer.support))
+    sources = [layer.needs[0] for _, layer in cluster]
+    operands = [operand for operand, _ in cluster]
+    flags = [layer.zero.expand(shape) for _, layer in cluster]
+    zero, needed = _zero_of(call, operands, flags)
+    return Layer(widest.ids.expand(shape), zero, tuple(sources[index] for index in needed))
+
+
+def _zero_of(call: Call, operands: list[int], flags: list[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+    """Where the result vanishes, and the smallest set of operands that suffices for it."""
+    zero = torch.zeros_like(flags[0])
+    best: tuple[int, ...] = tuple(range(len(operands)))
+    found = False
+    for count in range(1, len(operands) + 1):
+        for chosen in combinations(range(len(operands)), count):
+            if not vanishes(call, frozenset(operands[index] for index in chosen)):
+                continue
+            here = torch.stack([flags[index] for index in chosen]).all(dim=0)
+            zero = zero | here
+            if bool(here.all()) and not found:
+                best, found = chosen, True
+    return zero, best
+
+
+def vanishes(call: Call, zeros: frozenset[int]) -> bool:
+    """Whether the operation gives 0 when these operands (by number) are 0, whatever the others are."""
+    seen = -1
+
+    def probe(leaf: Any) -> Any:
+        nonlocal seen
+        if not isinstance(leaf, Tensor):
+            return leaf
+        seen += 1
+        values = torch.zeros(16) if seen in zeros else torch.linspace(-2.9, 3.1, 16) * (1 + seen)
+        return values.to(leaf.dtype)
+
+    args, kwargs = tree_map(probe, (call.args, call.kwargs))
+    try:
+        return bool((call.func(*args, **kwargs) == 0).all())
+    except (RuntimeError, TypeError, ValueError):
+        return False

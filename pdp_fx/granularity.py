@@ -1,0 +1,131 @@
+"""What a rule prunes, and how much of it: single weights, weights within groups of M, or whole channels."""
+
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from pdp_fx.errors import SpecError
+from pdp_fx.field_checks import described, finite_number, store, whole_number
+
+
+@final
+@dataclass(frozen=True)
+class Unstructured:
+    """Prune single weights, those of least magnitude.
+
+    Args:
+        ratio: share of the weights to prune, 0 < ratio < 1; 0.9 leaves every tenth weight.
+
+    Raises:
+        SpecError: the ratio is not a number strictly between 0 and 1.
+
+    Example:
+        >>> Unstructured(0.9)
+        Unstructured(ratio=0.9)
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        store(self, ratio=_share("Unstructured", "ratio", self.ratio))
+
+
+@final
+@dataclass(frozen=True)
+class NM:
+    """Keep `keep` weights of every `of` consecutive ones along the input channels (paper, section 3.4).
+
+    Args:
+        keep: how many weights of each group stay, 1 <= keep < of. NM(2, 4) keeps 2 of 4.
+        of: how many weights a group has.
+
+    Raises:
+        SpecError: keep or of is no whole number, or the group would be left empty or full.
+
+    Example:
+        >>> NM(2, 4)
+        NM(keep=2, of=4)
+    """
+
+    keep: int
+    of: int
+
+    def __post_init__(self) -> None:
+        keep = whole_number("NM: keep", self.keep, 1)
+        of = whole_number("NM: of", self.of, 2)
+        if keep == of:
+            raise SpecError(f"NM({keep}, {of}) keeps every weight; write None as the rule to skip a layer")
+        if keep > of:
+            raise SpecError(
+                f"NM({keep}, {of}) would keep {keep} of {of}; the kept count comes first: NM({of}, {keep})"
+            )
+        store(self, keep=keep, of=of)
+
+
+@final
+@dataclass(frozen=True)
+class Channels:
+    """Prune whole channels, so that the converted model has smaller layers. Give one target of the two.
+
+    Args:
+        ratio: share of the channels of each group to prune, 0 < ratio < 1.
+        mac_reduction: share of the multiply-accumulates to save, 0 < mac_reduction < 1; 0.5 halves them.
+        round_to: the kept channel count is a multiple of this (16 suits AVX-512), where the layer allows it.
+        min_channels: the least number of channels a layer keeps.
+
+    Raises:
+        SpecError: neither or both targets are given, or a value is out of its range.
+
+    Example:
+        >>> Channels(mac_reduction=0.5, round_to=16)
+        Channels(ratio=None, mac_reduction=0.5, round_to=16, min_channels=1)
+    """
+
+    ratio: float | None = None
+    mac_reduction: float | None = None
+    round_to: int = 1
+    min_channels: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.ratio is None) == (self.mac_reduction is None):
+            found = "neither" if self.ratio is None else "both"
+            raise SpecError(
+                f"Channels needs exactly one of ratio and mac_reduction, got {found}; "
+                "write Channels(ratio=0.5) or Channels(mac_reduction=0.5)"
+            )
+        if self.ratio is not None:
+            store(self, ratio=_share("Channels", "ratio", self.ratio))
+        if self.mac_reduction is not None:
+            store(self, mac_reduction=_share("Channels", "mac_reduction", self.mac_reduction))
+        store(
+            self,
+            round_to=whole_number("Channels: round_to", self.round_to, 1),
+            min_channels=whole_number("Channels: min_channels", self.min_channels, 1),
+        )
+
+
+Rule: TypeAlias = Unstructured | NM | Channels
+"""What may stand as the rule of a layer; None in its place skips the layer."""
+
+
+def checked_rule(where: str, rule: object) -> Rule | None:
+    """`rule` if it is a rule or None; else a `SpecError` that says `where` it stood and what to write."""
+    if rule is None or isinstance(rule, Unstructured | NM | Channels):
+        return rule
+    hint = f"Unstructured({rule})" if isinstance(rule, float) else "for example Unstructured(0.9)"
+    raise SpecError(
+        f"{where} must be Unstructured, NM, Channels or None (skip), got {described(rule)}; write {hint}"
+    )
+
+
+def _share(owner: str, field: str, value: object) -> float:
+    """`value` as a float strictly between 0 and 1."""
+    share = finite_number(f"{owner}: {field}", value)
+    if share <= 0:
+        raise SpecError(
+            f"{owner}({field}={share:g}) prunes nothing; expected 0 < {field} < 1, "
+            "or write None as the rule to skip a layer"
+        )
+    if share >= 1:
+        percent = f"; {share:g} % is written {share / 100:g}" if 1 < share < 100 else ""
+        raise SpecError(f"{owner}({field}={share:g}) would leave nothing; expected 0 < {field} < 1{percent}")
+    return share

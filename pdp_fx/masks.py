@@ -1,0 +1,204 @@
+"""The mask modules that `prepare` puts into a graph.
+
+Each follows the mode of the model: in training it gives the soft mask of the paper (equation 1), in
+eval mode the hard mask that `convert` will apply, by exact index. A mask has no trainable parameter;
+its state is two integers, so that casting the model to another dtype leaves it alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pdp_fx.ops.nm import group_view, nm_pruned, nm_threshold
+from pdp_fx.ops.select import smallest
+from pdp_fx.ops.soft_mask import soft_mask, soft_mask_value
+from pdp_fx.ops.threshold import compute_dtype, threshold
+
+UNSET = -1
+MILLION = 1_000_000
+
+
+class Mask(nn.Module):
+    """A mask over the units of one parameter or one channel group.
+
+    Attributes:
+        parameters_read: qualified names of the parameters that the mask is computed from.
+        tau: softness of the mask, in squared units of the weight.
+        target: how many units are pruned in the end; -1 until the ratios are fixed.
+        count: how many units are pruned now.
+    """
+
+    target: Tensor
+    count: Tensor
+
+    def __init__(self, parameters_read: tuple[str, ...], tau: float) -> None:
+        super().__init__()
+        self.parameters_read = parameters_read
+        self.tau = tau
+        self.register_buffer("target", torch.tensor(UNSET))
+        self.register_buffer("count", torch.tensor(0))
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the final count is fixed."""
+        return int(self.target) != UNSET
+
+    def advance(self, share: float) -> None:
+        """Prune ``share`` of the target, in [0, 1], from now on."""
+        self.count.fill_(round(share * int(self.target)))
+
+    @abstractmethod
+    def pruned(self, *weights: Tensor) -> Tensor:
+        """The units that the hard mask prunes now, as booleans in the shape of the units."""
+
+    @abstractmethod
+    def values(self, *weights: Tensor) -> Tensor:
+        """The soft mask itself, in [0, 1], in the shape of the units."""
+
+    def extra_repr(self) -> str:
+        return f"tau={self.tau:g}"
+
+
+class WeightMask(Mask):
+    """Unstructured: every weight is a unit (paper, section 3.1)."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the masked weight, same shape and dtype."""
+        if self.training:
+            return soft_mask(weight, threshold(weight, self.count), self.tau)
+        return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
+
+    def pruned(self, *weights: Tensor) -> Tensor:
+        return smallest(weights[0].detach().abs(), self.count)
+
+    def values(self, *weights: Tensor) -> Tensor:
+        return soft_mask_value(weights[0], threshold(weights[0], self.count), self.tau)
+
+
+class NMMask(Mask):
+    """N:M: of every ``of`` consecutive weights along the input channels, ``keep`` stay.
+
+    ``count`` and ``target`` are millionths of a weight per group, so that a ramp can interpolate
+    between whole weights.
+    """
+
+    def __init__(self, parameters_read: tuple[str, ...], tau: float, keep: int, of: int) -> None:
+        super().__init__(parameters_read, tau)
+        self.keep = keep
+        self.of = of
+        self.target.fill_((of - keep) * MILLION)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the masked weight, same shape and dtype."""
+        if not self.training:
+            return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
+        t = nm_threshold(weight, self.of, self.count)
+        return soft_mask(group_view(weight, self.of), t, self.tau).reshape(weight.shape)
+
+    def pruned(self, *weights: Tensor) -> Tensor:
+        return nm_pruned(weights[0].detach(), self.keep, self.of, int(self.count) // MILLION)
+
+    def values(self, *weights: Tensor) -> Tensor:
+        t = nm_threshold(weights[0], self.of, self.count)
+        return soft_mask_value(group_view(weights[0], self.of), t, self.tau).reshape(weights[0].shape)
+
+    def extra_repr(self) -> str:
+        return f"keep={self.keep}, of={self.of}, {super().extra_repr()}"
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A weight axis that makes the channels of a group.
+
+    Attributes:
+        axis: the axis of the weight.
+        places: for every row along the axis its channel in the group, or -1 for a row outside it;
+            None when row i makes channel i.
+    """
+
+    axis: int
+    places: tuple[int, ...] | None
+
+
+class ChannelMask(Mask):
+    """Whole channels: one mask for a group, shared by everything that carries the group's channels.
+
+    A channel's score is the root mean square of all weights that produce it, over all producers of
+    the group, so that its scale is that of a weight and ``tau`` means the same everywhere.
+    """
+
+    def __init__(
+        self, parameters_read: tuple[str, ...], tau: float, producers: tuple[Producer, ...], width: int
+    ) -> None:
+        super().__init__(parameters_read, tau)
+        self.producers = producers
+        self.width = width
+        for index, producer in enumerate(producers):
+            places = torch.tensor(producer.places or (), dtype=torch.int64)
+            self.register_buffer(f"places_{index}", places, persistent=False)
+
+    def forward(self, *weights: Tensor) -> Tensor:
+        """Return the mask, shape (width,)."""
+        scores = self.scores(*weights)
+        if not self.training:
+            return (~smallest(scores.detach(), self.count)).to(scores.dtype)
+        t = threshold(scores, self.count)
+        return torch.sigmoid((scores.square() - t * t.abs()) / self.tau)
+
+    def scores(self, *weights: Tensor) -> Tensor:
+        """Root mean square weight of every channel, shape (width,), float32 or float64."""
+        total, fan = 0, 0
+        for index, (weight, producer) in enumerate(zip(weights, self.producers, strict=True)):
+            energy = _energy(weight, producer.axis)
+            entries = torch.full_like(energy, weight.numel() // weight.shape[producer.axis])
+            if producer.places is not None:
+                places = self.get_buffer(f"places_{index}")
+                energy, entries = self._gathered(energy, places), self._gathered(entries, places)
+            total, fan = total + energy, fan + entries
+        return torch.sqrt(torch.clamp(total / fan, min=torch.finfo(torch.float32).tiny))
+
+    def _gathered(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Sum rows into the channels of the group; rows outside it fall into a spare place."""
+        sums = rows.new_zeros(self.width + 1)
+        return sums.index_add(0, torch.where(places < 0, self.width, places), rows)[: self.width]
+
+    def pruned(self, *weights: Tensor) -> Tensor:
+        return smallest(self.scores(*weights).detach(), self.count)
+
+    def values(self, *weights: Tensor) -> Tensor:
+        scores = self.scores(*weights).detach()
+        return soft_mask_value(scores, threshold(scores, self.count), self.tau)
+
+    def extra_repr(self) -> str:
+        return f"width={self.width}, {super().extra_repr()}"
+
+
+def _energy(weight: Tensor, axis: int) -> Tensor:
+    """Sum of squares of every row along ``axis``."""
+    others = [other for other in range(weight.ndim) if other != axis]
+    norm = torch.linalg.vector_norm(weight, dim=others, dtype=compute_dtype(weight.dtype))
+    return norm.square()
+
+
+class MaskLayout(nn.Module):
+    """Lays the masks of several groups out along one parameter axis; other indices get 1.
+
+    Args:
+        index: for every index of the axis its place among the groups' channels, laid side by side,
+            or -1.
+    """
+
+    index: Tensor
+
+    def __init__(self, index: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("index", torch.tensor(index), persistent=False)
+
+    def forward(self, *masks: Tensor) -> Tensor:
+        """Return the mask along the axis, shape (size of the axis,)."""
+        joined = torch.cat([*masks, masks[0].new_ones(1)])
+        return joined.index_select(0, torch.where(self.index < 0, joined.numel() - 1, self.index))

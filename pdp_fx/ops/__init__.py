@@ -1,0 +1,1 @@
+"""Run-time operators of pruning: selection, threshold, soft mask and N:M groups."""

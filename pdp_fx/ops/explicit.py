@@ -1,0 +1,165 @@
+"""torch.nn modules whose parameters arrive as arguments.
+
+A masked weight has to be a value in the graph, while the module that owns the raw parameter keeps
+its place and its name. Each class here is the module of the same name whose ``forward`` takes
+``weight`` and ``bias`` beside the input; one that is not given is the module's own.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+
+class _ExplicitConv(_ConvNd):
+    def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return self._conv_forward(
+            input, self.weight if weight is None else weight, self.bias if bias is None else bias
+        )
+
+
+class ExplicitConv1d(_ExplicitConv, nn.Conv1d):
+    """`torch.nn.Conv1d` with explicit parameters."""
+
+
+class ExplicitConv2d(_ExplicitConv, nn.Conv2d):
+    """`torch.nn.Conv2d` with explicit parameters."""
+
+
+class ExplicitConv3d(_ExplicitConv, nn.Conv3d):
+    """`torch.nn.Conv3d` with explicit parameters."""
+
+
+class _ExplicitConvTranspose(_ConvTransposeNd):
+    def forward(
+        self,
+        input: Tensor,
+        output_size: list[int] | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        dimensions = len(self.kernel_size)
+        padding = self._output_padding(  # pyright: ignore[reportPrivateUsage]
+            input,
+            output_size,
+            list(self.stride),
+            list(cast(tuple[int, ...], self.padding)),
+            list(self.kernel_size),
+            dimensions,
+            list(self.dilation),
+        )
+        function = getattr(functional, f"conv_transpose{dimensions}d")
+        return function(
+            input,
+            self.weight if weight is None else weight,
+            self.bias if bias is None else bias,
+            self.stride,
+            self.padding,
+            padding,
+            self.groups,
+            self.dilation,
+        )
+
+
+class ExplicitConvTranspose1d(_ExplicitConvTranspose, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` with explicit parameters."""
+
+
+class ExplicitConvTranspose2d(_ExplicitConvTranspose, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` with explicit parameters."""
+
+
+class ExplicitConvTranspose3d(_ExplicitConvTranspose, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` with explicit parameters."""
+
+
+class ExplicitLinear(nn.Linear):
+    """`torch.nn.Linear` with explicit parameters."""
+
+    def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(
+            input, self.weight if weight is None else weight, self.bias if bias is None else bias
+        )
+
+
+class ExplicitEmbedding(nn.Embedding):
+    """`torch.nn.Embedding` with explicit parameters."""
+
+    def forward(self, input: Tensor, weight: Tensor | None = None) -> Tensor:
+        return functional.embedding(
+            input,
+            self.weight if weight is None else weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+
+
+class _ExplicitBatchNorm(_BatchNorm):
+    def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)
+        tracked = self.running_mean is not None and self.running_var is not None
+        updates = self.training and self.track_running_stats
+        return functional.batch_norm(
+            input,
+            self.running_mean if not self.training or self.track_running_stats else None,
+            self.running_var if not self.training or self.track_running_stats else None,
+            self.weight if weight is None else weight,
+            self.bias if bias is None else bias,
+            self.training or not tracked,
+            self._count_batch() if updates else (self.momentum or 0.0),
+            self.eps,
+        )
+
+    def _count_batch(self) -> float:
+        """Count one more training batch and return the weight of its statistics."""
+        if self.num_batches_tracked is None:
+            return self.momentum or 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+
+class ExplicitBatchNorm1d(_ExplicitBatchNorm, nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` with explicit parameters."""
+
+
+class ExplicitBatchNorm2d(_ExplicitBatchNorm, nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` with explicit parameters."""
+
+
+class ExplicitBatchNorm3d(_ExplicitBatchNorm, nn.BatchNorm3d):
+    """`torch.nn.BatchNorm3d` with explicit parameters."""
+
+
+def mask_axis(parameter: Tensor, mask: Tensor, axis: int) -> Tensor:
+    """Multiply ``parameter`` by ``mask`` along ``axis``, in the parameter's own dtype.
+
+    Args:
+        parameter: any shape.
+        mask: shape ``(parameter.shape[axis],)``, values in [0, 1].
+        axis: the axis that the mask runs along.
+    """
+    shape = [1] * parameter.ndim
+    shape[axis] = -1
+    return parameter * mask.to(parameter.dtype).view(shape)
+
+
+def reclass(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Return ``module`` as an object of class ``kind`` that shares its parameters and buffers.
+
+    The given module is untouched; both objects refer to the same tensors.
+    """
+    twin = object.__new__(kind)
+    twin.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers", "_modules"):
+        twin.__dict__[table] = dict(module.__dict__[table])
+    return twin
+
+

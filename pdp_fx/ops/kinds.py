@@ -1,0 +1,156 @@
+"""What the compiler knows of each torch.nn module type that owns weights.
+
+A pass asks this table instead of testing types: can a module's parameters be masked, is its weight
+worth pruning, what must change when its tensors have been sliced, how does BatchNorm fold into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+
+from pdp_fx.ops import explicit
+
+Fold = Callable[[nn.Module, nn.Module], tuple[nn.Parameter, nn.Parameter]]
+Refresh = Callable[[nn.Module, int | None], None]
+
+
+def _refresh_conv(module: nn.Module, inputs: int | None) -> None:
+    conv = cast(nn.Conv2d, module)
+    rows, columns = conv.weight.shape[:2]
+    if conv.groups > 1 and inputs is not None:
+        conv.groups = inputs // columns
+    conv.out_channels, conv.in_channels = rows, columns * conv.groups
+
+
+def _refresh_transposed(module: nn.Module, inputs: int | None) -> None:
+    conv = cast(nn.ConvTranspose2d, module)
+    conv.in_channels, columns = conv.weight.shape[:2]
+    conv.out_channels = columns * conv.groups
+
+
+def _refresh_linear(module: nn.Module, inputs: int | None) -> None:
+    linear = cast(nn.Linear, module)
+    linear.out_features, linear.in_features = linear.weight.shape
+
+
+def _refresh_embedding(module: nn.Module, inputs: int | None) -> None:
+    table = cast(nn.Embedding, module)
+    table.num_embeddings, table.embedding_dim = table.weight.shape
+
+
+def _refresh_norm(module: nn.Module, inputs: int | None) -> None:
+    norm = cast(nn.BatchNorm2d, module)
+    stored = [tensor for tensor in (norm.weight, norm.running_mean) if tensor is not None]
+    norm.num_features = len(stored[0]) if stored else norm.num_features
+
+
+def _fold_conv(module: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    return _fold(module, norm, False)
+
+
+def _fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    return _fold(module, norm, True)
+
+
+def _fold(module: nn.Module, norm: nn.Module, transpose: bool) -> tuple[nn.Parameter, nn.Parameter]:
+    conv, batch_norm = cast(nn.Conv2d, module), cast(Any, norm)
+    return fuse_conv_bn_weights(
+        conv.weight,
+        conv.bias,
+        batch_norm.running_mean,
+        batch_norm.running_var,
+        batch_norm.eps,
+        batch_norm.weight,
+        batch_norm.bias,
+        transpose,
+    )
+
+
+def _fold_linear(module: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    linear, batch_norm = cast(nn.Linear, module), cast(Any, norm)
+    return fuse_linear_bn_weights(
+        linear.weight,
+        linear.bias,
+        batch_norm.running_mean,
+        batch_norm.running_var,
+        batch_norm.eps,
+        batch_norm.weight,
+        batch_norm.bias,
+    )
+
+
+@dataclass(frozen=True)
+class ModuleKind:
+    """One torch.nn module type.
+
+    Attributes:
+        plain: the type itself; subclasses do not count, they may compute anything.
+        explicit: the same module with parameters as arguments (`pdp_fx.ops.explicit`).
+        parameters: the parameters that can be given.
+        prunable: whether ``weight`` is pruned unstructured or N:M.
+        refresh: updates the module's sizes from its tensors and its number of input channels.
+        fold: the weight and bias that also do the work of a BatchNorm after the module.
+        is_norm: whether the module is a BatchNorm that can be folded.
+    """
+
+    plain: type[nn.Module]
+    explicit: type[nn.Module]
+    parameters: tuple[str, ...]
+    prunable: bool
+    refresh: Refresh
+    fold: Fold | None = None
+    is_norm: bool = False
+
+
+_BOTH = ("weight", "bias")
+_KINDS = (
+    ModuleKind(nn.Conv1d, explicit.ExplicitConv1d, _BOTH, True, _refresh_conv, _fold_conv),
+    ModuleKind(nn.Conv2d, explicit.ExplicitConv2d, _BOTH, True, _refresh_conv, _fold_conv),
+    ModuleKind(nn.Conv3d, explicit.ExplicitConv3d, _BOTH, True, _refresh_conv, _fold_conv),
+    ModuleKind(
+        nn.ConvTranspose1d, explicit.ExplicitConvTranspose1d, _BOTH, True, _refresh_transposed, _fold_transposed
+    ),
+    ModuleKind(
+        nn.ConvTranspose2d, explicit.ExplicitConvTranspose2d, _BOTH, True, _refresh_transposed, _fold_transposed
+    ),
+    ModuleKind(
+        nn.ConvTranspose3d, explicit.ExplicitConvTranspose3d, _BOTH, True, _refresh_transposed, _fold_transposed
+    ),
+    ModuleKind(nn.Linear, explicit.ExplicitLinear, _BOTH, True, _refresh_linear, _fold_linear),
+    ModuleKind(nn.Embedding, explicit.ExplicitEmbedding, ("weight",), False, _refresh_embedding),
+    ModuleKind(nn.BatchNorm1d, explicit.ExplicitBatchNorm1d, _BOTH, False, _refresh_norm, is_norm=True),
+    ModuleKind(nn.BatchNorm2d, explicit.ExplicitBatchNorm2d, _BOTH, False, _refresh_norm, is_norm=True),
+    ModuleKind(nn.BatchNorm3d, explicit.ExplicitBatchNorm3d, _BOTH, False, _refresh_norm, is_norm=True),
+)
+_BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind in _KINDS}
+
+WEIGHT_ARGUMENTS: dict[Any, int] = {
+    functional.conv1d: 1, functional.conv2d: 1, functional.conv3d: 1, functional.conv_transpose1d: 1,
+    functional.conv_transpose2d: 1, functional.conv_transpose3d: 1, functional.linear: 1,
+}  # fmt: skip
+"""Functions that use a weight, and which argument it is."""
+
+
+def kind_of(module: nn.Module) -> ModuleKind | None:
+    """The kind of ``module``, or None for a type that this table does not know."""
+    return _BY_TYPE.get(type(module))
+
+
+def owned_names(gm: fx.GraphModule) -> dict[int, str]:
+    """The canonical name of every parameter and buffer, by the tensor's identity."""
+    names: dict[int, str] = {}
+    for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def input_axis(module: nn.Module) -> int:
+    """The axis of a module's weight that runs along its input channels."""
+    return 0 if isinstance(module, _ConvTransposeNd) else 1

@@ -1,0 +1,131 @@
+"""Exact selection of the smallest entries of a tensor, in linear time on the CPU.
+
+The CPU path is a Floyd-Rivest selection: a sorted sample brackets the wanted value, one scan counts what lies
+below the bracket, and only the few values inside it are partitioned. A bracket that misses costs time, never
+exactness. Everywhere else a sort answers, which reads the count on the device and so never waits for it.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Values = NDArray[Any]
+
+SAMPLED_FROM = 1 << 16
+"""Below this many values a plain partition is as fast as the sampled one."""
+
+
+def smallest(magnitude: Tensor, count: Tensor | int) -> Tensor:
+    """Mark exactly `count` entries: the smallest ones, ties broken by index, the lowest first.
+
+    The count is exact for every dtype: ties at the last value are counted out, not compared. Indices are
+    row-major whatever the memory format. NaN ranks last and is never marked.
+
+    Args:
+        magnitude: scores to rank, of any shape.
+        count: how many to mark, 0 to `magnitude.numel()`; a 0-dim int64 tensor may live on the device.
+
+    Returns:
+        A bool tensor of the shape of `magnitude`, True at the marked entries.
+    """
+    wanted = torch.full((), count, device=magnitude.device) if isinstance(count, int) else count
+    return _smallest(magnitude.detach(), wanted)
+
+
+def kth_and_next(magnitude_flat: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return the count-th and the (count+1)-th smallest value, counted from 1, as 0-dim tensors.
+
+    Ranks outside 1..n are clipped to that range.
+
+    Args:
+        magnitude_flat: n values in one dimension; left as they are.
+        count: the first of the two ranks.
+    """
+    if magnitude_flat.device.type != "cpu":
+        return kth_and_next_by_sort(magnitude_flat, count)
+    low, high = _order_statistics(as_numpy(magnitude_flat), int(count))
+    return magnitude_flat.new_tensor(low), magnitude_flat.new_tensor(high)
+
+
+def kth_and_next_by_sort(magnitude_flat: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Do `kth_and_next` in tensor operations only, so that a device is never waited for."""
+    ranks = torch.arange(-1, 1, device=magnitude_flat.device) + count
+    ordered = magnitude_flat.sort().values
+    low, high = ordered.take(ranks.clamp(0, ordered.numel() - 1)).unbind()
+    return low, high
+
+
+def smallest_by_cumsum(magnitude: Tensor, count: Tensor) -> Tensor:
+    """Do `smallest` in tensor operations only, so that a device is never waited for."""
+    values = magnitude.reshape(-1)
+    kth, _ = kth_and_next_by_sort(values, count)
+    below, equal = values < kth, values == kth
+    missing = count - below.sum()
+    return (below | (equal & (equal.cumsum(0) <= missing))).view(magnitude.shape)
+
+
+def storage_order(tensor: Tensor) -> Tensor:
+    """Flatten in the order of memory: a view for every dense memory format, channels_last included."""
+    axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(axes).reshape(-1)
+
+
+def as_numpy(tensor: Tensor) -> Values:
+    """View a CPU tensor as an array; half and bfloat16 are widened to float32, which keeps every value."""
+    narrow = tensor.is_floating_point() and tensor.itemsize < 4
+    return (tensor.float() if narrow else tensor).detach().numpy()
+
+
+@torch.library.custom_op("pdp_fx::smallest", mutates_args=())
+def _smallest(magnitude: Tensor, count: Tensor) -> Tensor:
+    if magnitude.device.type != "cpu":
+        return smallest_by_cumsum(magnitude, count)
+    values, wanted = as_numpy(magnitude.reshape(-1)), int(count)
+    kth, _ = _order_statistics(values, wanted)
+    marked = values < kth
+    missing = wanted - int(np.count_nonzero(marked))
+    marked[np.flatnonzero(values == kth)[:missing]] = True
+    return torch.as_tensor(marked).view(magnitude.shape)
+
+
+@_smallest.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(magnitude: Tensor, count: Tensor) -> Tensor:
+    return magnitude.new_empty(magnitude.shape, dtype=torch.bool)
+
+
+def _order_statistics(values: Values, count: int) -> tuple[Any, Any]:
+    low, high = (min(max(rank, 0), values.size - 1) for rank in (count - 1, count))
+    if values.size >= SAMPLED_FROM:
+        inside, below = _bracket(values, low)
+        if below <= low and high - below < inside.size:
+            return _partitioned(inside, low - below, high - below)
+    return _partitioned(values, low, high)
+
+
+def _partitioned(values: Values, low: int, high: int) -> tuple[Any, Any]:
+    parted = np.partition(values, low)
+    return parted[low], parted[low + 1 :].min() if high > low else parted[low]
+
+
+def _bracket(values: Values, rank: int) -> tuple[Values, int]:
+    """Return the values near the one of this rank (from 0), and how many values lie below them all."""
+    stride = round(values.size ** (1 / 3))
+    # A stride that shares a factor with the shape would look at a few kernel positions or channels only.
+    while math.gcd(stride, values.size) > 1:
+        stride += 1
+    sample = values[::stride].copy()
+    share = rank / values.size
+    # Four standard deviations of the rank that the wanted value has in the sample.
+    margin = 2 + round(4 * math.sqrt(sample.size * share * (1 - share)))
+    centre = round(share * sample.size)
+    first, last = max(centre - margin, 0), min(centre + margin, sample.size - 1)
+    sample.partition((first, last))
+    kept = values >= (sample[first] if first > 0 else -np.inf)
+    below = values.size - int(np.count_nonzero(kept))
+    if last < sample.size - 1:
+        kept &= values <= sample[last]
+    return values[kept], below

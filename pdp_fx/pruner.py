@@ -1,0 +1,208 @@
+"""The state of a prepared model: the schedule's counter, the masks, and how targets are fixed.
+
+A `Pruner` is a child module named ``pdp``. Everything that changes while the model trains is a
+buffer of it or of its masks, registered in graph order, so that resuming is ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded
+from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.errors import SpecError, StateError
+from pdp_fx.masks import ChannelMask, Mask, NMMask
+from pdp_fx.schedule import share
+from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
+
+CHILD = "pdp"
+
+
+class Pruner(nn.Module):
+    """What `prepare` adds to a model, besides the mask nodes.
+
+    Attributes:
+        spec: the user's spec.
+        counter: how often `step` was called, a 0-dim int64 buffer.
+        masks: one mask per masked parameter or channel group, in graph order.
+        layouts: how group masks are laid out along parameters that carry several groups.
+        rules: the rule of each mask.
+        groups: the channel groups that are pruned, with their rules, in the order of their masks.
+        kept: the channel groups that stay, with the reasons.
+        skipped: what the spec asks for but does not fit, as (name, reason) pairs.
+        channels: the model's channel structure, when it was prepared with example inputs.
+        mac_model: multiply-accumulates by kept channels; groups in the order of the channel masks.
+        example_inputs: what the model was traced with; `convert` checks itself on it.
+    """
+
+    counter: Tensor
+
+    def __init__(self, spec: PruneSpec, example_inputs: Any) -> None:
+        super().__init__()
+        self.spec = spec
+        self.example_inputs = example_inputs
+        self.masks = nn.ModuleDict()
+        self.layouts = nn.ModuleDict()
+        self.rules: dict[str, Rule] = {}
+        self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
+        self.kept: tuple[ChannelGroup, ...] = ()
+        self.skipped: tuple[tuple[str, str], ...] = ()
+        self.channels: ChannelMap | None = None
+        self.mac_model: MacModel | None = None
+        self.register_buffer("counter", torch.tensor(0))
+        self.register_load_state_dict_post_hook(_accept_dense_checkpoint)
+
+    def add(self, name: str, mask: Mask, rule: Rule) -> str:
+        """Register a mask under a name made from ``name``, and return that name."""
+        key = name.replace(".", "_")
+        while key in self.masks:
+            key += "_"
+        self.masks[key] = mask
+        self.rules[key] = rule
+        return key
+
+    def mask_items(self) -> list[tuple[str, Mask]]:
+        """All masks by name, in graph order."""
+        return [(name, cast(Mask, mask)) for name, mask in self.masks.items()]
+
+    @property
+    def share(self) -> float:
+        """The share of the targets that holds now, in [0, 1]."""
+        return share(self.spec.schedule, int(self.counter))
+
+    def step(self, gm: fx.GraphModule) -> None:
+        """Advance the schedule by one epoch or step; fix the targets when the ramp starts."""
+        counter = int(self.counter) + 1
+        if counter >= self.spec.schedule.start and not all(mask.allocated for _, mask in self.mask_items()):
+            self.fix_targets(gm)
+        self.counter.fill_(counter)
+        for _, mask in self.mask_items():
+            if mask.allocated:
+                mask.advance(self.share)
+
+    def check_reachable(self, gm: fx.GraphModule) -> None:
+        """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
+        self.plan(gm)
+
+    def fix_targets(self, gm: fx.GraphModule) -> None:
+        """Decide how many units of each mask go in the end, from the weights as they are now."""
+        targets = self.plan(gm)
+        for name, mask in self.mask_items():
+            if name in targets:
+                mask.target.fill_(targets[name])
+
+    def plan(self, gm: fx.GraphModule) -> dict[str, int]:
+        """The final count of every unstructured and channel mask, from the present weights."""
+        pools: dict[Rule, list[str]] = {}
+        for name, mask in self.mask_items():
+            if not isinstance(mask, NMMask):
+                pools.setdefault(self.rules[name], []).append(name)
+        targets: dict[str, int] = {}
+        for rule, names in sorted(pools.items(), key=lambda pool: _aims_at_macs(pool[0])):
+            if isinstance(rule, Unstructured):
+                targets |= self._plan_weights(gm, rule, names)
+            elif isinstance(rule, Channels):
+                targets |= self._plan_channels(gm, rule, names, targets)
+        return targets
+
+    def _plan_weights(self, gm: fx.GraphModule, rule: Unstructured, names: list[str]) -> dict[str, int]:
+        weights = [parameters_of(gm, self._mask(name))[0].detach() for name in names]
+        sizes = [weight.numel() for weight in weights]
+        _refuse_unfit(names, weights)
+        if self.spec.allocation == "uniform":
+            return {name: min(round(rule.ratio * n), n - 1) for name, n in zip(names, sizes, strict=True)}
+        most = [most_prunable(size, rule.ratio, self.spec.min_keep) for size in sizes]
+        counts = allocate([weight.abs() for weight in weights], round(rule.ratio * sum(sizes)), most)
+        return dict(zip(names, counts, strict=True))
+
+    def _plan_channels(
+        self, gm: fx.GraphModule, rule: Channels, names: list[str], others: dict[str, int]
+    ) -> dict[str, int]:
+        masks = [cast(ChannelMask, self._mask(name)) for name in names]
+        scores = [mask.scores(*parameters_of(gm, mask)).detach() for mask in masks]
+        _refuse_unfit(names, scores)
+        widths = [mask.width for mask in masks]
+        if rule.ratio is not None:
+            most = [most_prunable(width, rule.ratio, self.spec.min_keep, rule.min_channels) for width in widths]
+            counts = self._channel_counts(scores, most)(round(rule.ratio * sum(widths)))
+            counts = [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
+        else:
+            counts = self._counts_for_macs(rule, names, scores, others)
+        return dict(zip(names, counts, strict=True))
+
+    def _channel_counts(self, scores: list[Tensor], most: list[int]) -> Callable[[int], list[int]]:
+        """Counts per group for a total number of channels, by this spec's allocation."""
+        widths = [len(score) for score in scores]
+        if self.spec.allocation == "uniform":
+            return lambda total: _uniform(total, widths, most)
+        normal = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
+        return lambda total: allocate(normal, min(total, sum(most)), most)
+
+    def _counts_for_macs(
+        self, rule: Channels, names: list[str], scores: list[Tensor], others: dict[str, int]
+    ) -> list[int]:
+        if self.mac_model is None or rule.mac_reduction is None:
+            raise StateError("a MAC target needs the model's MAC counts")
+        model, reduction = self.mac_model, rule.mac_reduction
+        widths = [len(score) for score in scores]
+        order = [name for name, mask in self.mask_items() if isinstance(mask, ChannelMask)]
+
+        def macs(counts: list[int]) -> float:
+            gone = others | dict(zip(names, counts, strict=True))
+            return model.macs([gone.get(name, 0) for name in order])
+
+        def counts_at(total: int) -> list[int]:
+            ratio = total / sum(widths)
+            most = [most_prunable(w, ratio, self.spec.min_keep, rule.min_channels) for w in widths]
+            counts = self._channel_counts(scores, most)(total)
+            return [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
+
+        goal = (1 - reduction) * model.macs([0] * len(order))
+        return reach_macs(counts_at, sum(widths), macs, goal)
+
+    def _mask(self, name: str) -> Mask:
+        return cast(Mask, self.masks[name])
+
+
+def _uniform(total: int, widths: list[int], most: list[int]) -> list[int]:
+    ratio = total / sum(widths)
+    return [min(round(ratio * width), limit) for width, limit in zip(widths, most, strict=True)]
+
+
+def _aims_at_macs(rule: Rule) -> bool:
+    return isinstance(rule, Channels) and rule.mac_reduction is not None
+
+
+def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if not bool(torch.isfinite(tensor).all()):
+            raise SpecError(f"{name}: weights are NaN or infinite, so they cannot be ranked; check the training")
+
+
+def parameters_of(gm: nn.Module, mask: Mask) -> list[Tensor]:
+    """The parameters that ``mask`` is computed from."""
+    return [gm.get_parameter(name) for name in mask.parameters_read]
+
+
+def find(model: nn.Module) -> tuple[fx.GraphModule, Pruner] | None:
+    """The prepared graph module inside ``model`` (which may be wrapped) and its state, or None."""
+    for module in model.modules():
+        state = module._modules.get(CHILD)
+        if isinstance(module, fx.GraphModule) and isinstance(state, Pruner):
+            return module, state
+    return None
+
+
+def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
+    """A checkpoint without any pruning state is a dense one: it loads, and the state stays as it is."""
+    missing: list[str] = incompatible.missing_keys
+    own = list(module.state_dict())
+    for key in [key for key in missing if key.endswith(f"{CHILD}.counter")]:
+        prefix = key.removesuffix("counter")
+        if all(prefix + name in missing for name in own):
+            for name in own:
+                missing.remove(prefix + name)

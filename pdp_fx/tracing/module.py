@@ -1,0 +1,73 @@
+"""The graph module that a trace returns.
+
+`fx.GraphModule` keeps only what its graph mentions, in the order of mention, and pickles by tracing its own
+generated code again, which would freeze every flag and every random number it meets. `TracedModule` keeps the
+model's whole tree of names, and pickles the graph itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from pdp_fx.tracing.leaves import is_leaf
+from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
+
+_TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+
+
+class TracedModule(fx.GraphModule):
+    """A graph module with all parameters, buffers and submodules of the model it was traced from."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, class_name: str = "GraphModule") -> None:
+        super().__init__(root, graph, class_name)
+        for name in _TREE:
+            mine, theirs = vars(self)[name], vars(root)[name]
+            mine.clear()
+            mine.update(theirs)
+
+    def _deepcopy_init(self) -> Callable[..., None]:
+        return TracedModule.__init__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {key: value for key, value in vars(self).items() if key != "_graph"}
+        return _restore, (type(self).__name__, state, graph_to_text(self.graph))
+
+
+def _restore(class_name: str, state: dict[str, Any], text: GraphText) -> TracedModule:
+    root = nn.Module()
+    root.__dict__.update(state)
+    gm = TracedModule(root, graph_from_text(text), class_name)
+    vars(gm).update({key: value for key, value in state.items() if key not in _TREE})
+    return gm
+
+
+def mirror(model: nn.Module, opaque: frozenset[str] = frozenset()) -> nn.Module:
+    """A tree with the model's names, parameters, buffers and leaves, whose inner modules are empty shells.
+
+    Passes may add to or take from the shells without touching the user's model.
+
+    Args:
+        model: the model; not changed.
+        opaque: paths of modules that are kept whole, besides the leaves.
+    """
+    shells: dict[int, nn.Module] = {}
+
+    def shell(module: nn.Module, path: str) -> nn.Module:
+        if id(module) in shells:
+            return shells[id(module)]
+        if path and (path in opaque or is_leaf(module)):
+            return module
+        made = shells[id(module)] = nn.Module()
+        made.training = module.training
+        made._parameters.update(module._parameters)
+        made._buffers.update(module._buffers)
+        made._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+        for name, child in module._modules.items():
+            inner = f"{path}.{name}" if path else name
+            made._modules[name] = None if child is None else shell(child, inner)
+        return made
+
+    return shell(model, "")
+
+

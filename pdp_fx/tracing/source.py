@@ -1,0 +1,29 @@
+"""Where a node comes from: the line of the user's code that made it."""
+
+import os
+import sys
+from functools import cache
+from types import FrameType
+
+import torch
+
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+@cache
+def _is_skipped(filename: str) -> bool:
+    return filename.startswith(_SKIPPED) or filename.startswith("<")
+
+
+def user_frame(start: FrameType | None = None) -> FrameType | None:
+    """The innermost frame that lies outside torch and pdp_fx, or None."""
+    frame = sys._getframe(1) if start is None else start
+    while frame is not None and _is_skipped(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def source_line() -> str:
+    """The innermost line outside torch and pdp_fx as `file.py:line`, or an empty string."""
+    frame = user_frame(sys._getframe(1))
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

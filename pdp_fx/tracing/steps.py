@@ -1,0 +1,104 @@
+"""What a recording is made of: steps in the order they happened, and values that refer to them.
+
+A *step* is one thing the model did: a torch function, a method of a tensor, a leaf module. A *value* says where
+something comes from: a step's result, a parameter by name, or an expression over other values, such as "axis 1 of
+the size of that result, divided by 2". Expressions are not steps: they are written into the graph only where a step
+uses them, so two recordings of one model differ in their steps only if the model acted differently.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One call of a module: its path, and the how manieth call of that path it is.
+
+    The root has the empty path and no parent.
+    """
+
+    path: str
+    count: int = 0
+    parent: "Scope | None" = None
+
+    def chain(self) -> "tuple[Scope, ...]":
+        """This call and the calls around it, the root first."""
+        return (*(self.parent.chain() if self.parent else ()), self)
+
+
+@dataclass(eq=False)
+class Step:
+    """One recorded call.
+
+    Attributes:
+        op: `placeholder`, `call_function`, `call_method` or `call_module`, as in `torch.fx`.
+        target: as in `torch.fx`.
+        args: positional arguments; values stand for what was computed.
+        kwargs: keyword arguments, likewise.
+        scope: the module call that it happened in.
+        source: the user's line, `file.py:line`.
+        data: whether its numbers depend on inputs, parameters, buffers or chance, so that no branch may use them.
+        ragged: whether its sizes depend on such numbers.
+        writes: whether somebody other than the users of its result sees a tensor change.
+        random: whether it drew random numbers.
+        reason: for an opaque module, why it was not traced through.
+    """
+
+    op: str
+    target: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    scope: Scope
+    source: str
+    data: bool = True
+    ragged: bool = False
+    writes: bool = False
+    random: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A parameter, a buffer or another attribute of the model, by its dotted name."""
+
+    path: str
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor that belongs to nobody, made before the model ran."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """A call without side effects: of a function, or, if `call` is a string, of that method of the first argument."""
+
+    call: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+Value = Step | Attribute | Constant | Expr
+VALUE_TYPES = (Step, Attribute, Constant, Expr)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that a model did in one run.
+
+    Attributes:
+        steps: in order, the placeholders first.
+        output: what the model returned, with values for what was computed.
+    """
+
+    steps: tuple[Step, ...]
+    output: Any
+
+
+class UnrecordableError(Exception):
+    """Raised inside a recording when the innermost module does something that a graph cannot hold."""
