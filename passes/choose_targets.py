@@ -61,6 +61,8 @@ class ChooseTargets(Pass):
                 weights.append((site, rule))
         found = ctx.find(ChannelMap)
         groups, kept = _sort_groups(found, rules, weights) if found else ([], [])
+        if found:
+            _annotate(gm, found, [group for group, _ in groups])
         ctx.put(Plan(tuple(weights), tuple(groups), tuple(kept), tuple(skipped)))
         return False
 
@@ -70,6 +72,17 @@ class ChooseTargets(Pass):
             reasons = [f"  {name}: {why}" for name, why in plan.skipped]
             reasons += [f"  {group.name}: {reason}" for group in plan.kept for reason in group.reasons]
             raise SpecError("nothing in the model can be pruned by this spec:\n" + "\n".join(reasons))
+
+
+def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup]) -> None:
+    """Note on every node its shape and the groups whose channels it carries, for printouts."""
+    group_of = {root: group.name for group in groups for root in group.classes.tolist()}
+    for node in gm.graph.nodes:
+        shape, axes = found.nodes.get(node.name, ((), {}))
+        carried = dict.fromkeys(group_of.get(root, "") for classes in axes.values() for root in classes.tolist())
+        names = [name for name in carried if name]
+        node.meta["shape"] = shape
+        node.meta["group"] = names[0] if len(names) == 1 else f"{len(names)} groups" if names else ""
 
 
 def _rule_of(site: Site, ctx: Context) -> Rule | None:

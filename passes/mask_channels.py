@@ -79,18 +79,18 @@ def _multiply(gm: fx.GraphModule, slot: Slot, found: ChannelMap, placed: Placed,
     read = exposed.nodes[slot.tensor]
     here = [(group, node) for group, node in placed if slot in group.members]
     index = _layout(found.slots[slot], [group for group, _ in here])
-    with gm.graph.inserting_after(read):
-        if len(here) == 1 and index == tuple(range(here[0][0].width)):
-            mask = here[0][1]
-            masked = gm.graph.call_function(mask_axis, (read, mask, slot.axis))
-        else:
-            name = f"{slot.tensor.replace('.', '_')}_{slot.axis}"
-            ctx.get(Pruner).layouts[name] = MaskLayout(index)
-            mask = gm.graph.call_module(f"{CHILD}.layouts.{name}", tuple(node for _, node in here))
-    if mask is not here[0][1]:
-        with gm.graph.inserting_after(mask):
-            masked = gm.graph.call_function(mask_axis, (read, mask, slot.axis))
+    place = read
+    mask = here[0][1]
+    if len(here) > 1 or index != tuple(range(here[0][0].width)):
+        name = f"{slot.tensor.replace('.', '_')}_{slot.axis}"
+        ctx.get(Pruner).layouts[name] = MaskLayout(index)
+        with gm.graph.inserting_after(read):
+            nodes = tuple(node for _, node in here)
+            place = mask = gm.graph.create_node("call_module", f"{CHILD}.layouts.{name}", nodes, name=f"{name}_mask")
         mask.meta = dict(read.meta)
+    with gm.graph.inserting_after(place):
+        name = f"{slot.tensor.replace('.', '_')}_masked"
+        masked = gm.graph.create_node("call_function", mask_axis, (read, mask, slot.axis), name=name)
     masked.meta = dict(read.meta)
     exposed.wrap(slot.tensor, masked)
 

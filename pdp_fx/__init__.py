@@ -9,6 +9,11 @@ from pdp_fx.errors import SpecError as SpecError
 from pdp_fx.errors import StateError as StateError
 from pdp_fx.errors import TraceError as TraceError
 from pdp_fx.errors import VerifyError as VerifyError
+from pdp_fx.explain import Explanation as Explanation
+from pdp_fx.explain import explain as explain
+from pdp_fx.printing import print_graph as print_graph
+from pdp_fx.report import Report as Report
+from pdp_fx.report import report as report
 from pdp_fx.spec import NM as NM
 from pdp_fx.spec import Channels as Channels
 from pdp_fx.spec import PruneSpec as PruneSpec

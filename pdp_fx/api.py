@@ -17,6 +17,7 @@ from pdp_fx.errors import SpecError, StateError, VerifyError
 from pdp_fx.mac_model import mac_model
 from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
+from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.verify_equivalence import Reference, eval_outputs
 from pdp_fx.pruner import CHILD, Pruner, find
 from pdp_fx.spec import PruneSpec
@@ -60,7 +61,7 @@ def prepare(
     gm = trace(model, example_inputs)
     if hasattr(gm, CHILD):
         raise StateError(f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it")
-    inputs = _normalised(example_inputs)
+    inputs = normalised(example_inputs)
     pruner = Pruner(spec, inputs)
     gm.add_submodule(CHILD, pruner)
     ctx = Context(spec, inputs, modules)
@@ -147,6 +148,7 @@ def _plain(gm: fx.GraphModule) -> fx.GraphModule:
 def _keep_findings(pruner: Pruner, ctx: Context) -> None:
     """Keep what explain, report and the schedule need after the passes have run."""
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
+    pruner.weights = tuple(site.parameter for site in ctx.get(Sites).weights)
     pruner.groups = plan.groups
     pruner.kept = plan.kept
     pruner.skipped = plan.skipped
@@ -180,7 +182,8 @@ def _refuse_broken_weights(model: nn.Module) -> None:
             raise SpecError(f"{name} holds NaN or infinite values, so its weights cannot be ranked; check the model")
 
 
-def _normalised(example_inputs: ExampleInputs) -> Inputs | None:
+def normalised(example_inputs: ExampleInputs) -> Inputs | None:
+    """Example inputs as positional and keyword arguments."""
     if example_inputs is None:
         return None
     if isinstance(example_inputs, Tensor):

@@ -31,6 +31,7 @@ class Pruner(nn.Module):
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: how group masks are laid out along parameters that carry several groups.
         rules: the rule of each mask.
+        weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
         skipped: what the spec asks for but does not fit, as (name, reason) pairs.
@@ -48,6 +49,7 @@ class Pruner(nn.Module):
         self.masks = nn.ModuleDict()
         self.layouts = nn.ModuleDict()
         self.rules: dict[str, Rule] = {}
+        self.weights: tuple[str, ...] = ()
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
         self.skipped: tuple[tuple[str, str], ...] = ()

@@ -18,7 +18,7 @@ class Units:
     """All units of a model: weights, or channels; both tensors have one entry a unit.
 
     Attributes:
-        magnitudes: what a unit is ranked by: the weight with its sign, or a channel's root-mean-square weight.
+        magnitudes: what a unit is ranked by: a weight with its sign, or a channel's root mean square.
         pruned: whether the hard mask prunes the unit now.
     """
 
@@ -36,7 +36,9 @@ def mask_units(prepared: nn.Module) -> Units:
     if found is None:
         raise StateError("only a model that came from pdp_fx.prepare has masks")
     gm, pruner = found
-    masks = [(mask, [weight.detach() for weight in parameters_of(gm, mask)]) for _, mask in pruner.mask_items()]
+    masks = [
+        (mask, [weight.detach() for weight in parameters_of(gm, mask)]) for _, mask in pruner.mask_items()
+    ]
     magnitudes = torch.cat([_magnitudes(mask, weights).flatten() for mask, weights in masks])
     pruned = torch.cat([mask.pruned(*weights).flatten() for mask, weights in masks])
     return Units(magnitudes, pruned)

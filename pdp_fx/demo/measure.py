@@ -3,7 +3,7 @@
 import statistics
 import time
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,20 +30,20 @@ def save(model: nn.Module, path: Path, images: Tensor) -> Size:
     return Size(plain=len(content), compressed=len(zlib.compress(content, level=9)))
 
 
-def latencies(models: Mapping[str, nn.Module], images: Tensor, rounds: int) -> dict[str, float]:
+def latencies(models: Sequence[nn.Module], images: Tensor, rounds: int) -> list[float]:
     """Return the median seconds of one forward pass of each model on one thread, in the mode it is in.
 
     The models take turns, so that whatever else the machine does falls on all of them alike.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+    seconds: list[list[float]] = [[] for _ in models]
     with torch.inference_mode(), one_thread():
         for round_ in range(rounds + 1):
-            for name, model in models.items():
+            for model, times in zip(models, seconds, strict=True):
                 start = time.perf_counter()
                 model(images)
                 if round_ > 0:
-                    seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+                    times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
 
 
 @contextmanager

@@ -43,22 +43,22 @@ def plot_sparsity(path: Path, sparsities: Mapping[str, Mapping[str, float]]) -> 
 
 
 def plot_weights(path: Path, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Draw histograms of weights: prepared and not yet masked, and converted, by variant."""
+    """Draw histograms by variant: all weights as trained, and those that are left (of channels, the RMS)."""
     figure = Figure(figsize=(4.2 * len(before), 3.6), dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle("Weights before and after the masks are applied")
-    panels = figure.subplots(1, len(before), sharex=True, sharey=True, squeeze=False)[0]
-    widest = max(weights.abs().max().item() for weights in (*before.values(), *after.values()))
-    bins = np.linspace(-widest, widest, 81)
+    figure.suptitle("Before and after the masks are applied")
+    panels = figure.subplots(1, len(before), squeeze=False)[0]
     for index, (axes, variant) in enumerate(zip(panels, before, strict=True)):
-        left = after[variant][after[variant] != 0]
-        zeros = len(after[variant]) - len(left)
-        axes.hist(before[variant].numpy(), bins, color="#bbbbbb", label="before: as trained")
-        axes.hist(left.numpy(), bins, histtype="step", color=COLOURS[index + 1], label="after: not zero")
-        axes.set_title(f"{variant}: {len(left):,} left, {zeros:,} stored zeros", fontsize=9)
+        low, high = min(before[variant].min().item(), 0), before[variant].max().item()
+        bins = np.linspace(low, high, 61)
+        axes.hist(before[variant].numpy(), bins, color="#c4c4c4", label="before: as trained")
+        axes.hist(
+            after[variant].numpy(), bins, color=COLOURS[index + 1], alpha=0.8, label="after: what is left"
+        )
+        axes.set_title(f"{variant}: {len(after[variant]):,} of {len(before[variant]):,} left", fontsize=9)
         axes.set_yscale("log")
-        axes.set_xlabel("weight")
+        axes.set_xlabel("weight" if low < 0 else "root mean square of a channel's weights")
         axes.legend(fontsize=8, frameon=False)
-    panels[0].set_ylabel("weights (log scale)")
+    panels[0].set_ylabel("how many (log scale)")
     figure.savefig(path)
 
 

@@ -17,18 +17,19 @@ from pdp_fx.spec import NM, Channels, PruneSpec, Rule, Schedule, Unstructured
 
 @dataclass(frozen=True)
 class Variant:
-    """A name for the table, what is asked for in words, and the rule; None stays dense."""
+    """A name for the table, a name for files, what is asked for in words, and the rule; None stays dense."""
 
     name: str
+    file_name: str
     asked: str
     rule: Rule | None
 
 
 VARIANTS = (
-    Variant("dense", "-", None),
-    Variant("unstructured", "90 % zeros", Unstructured(0.9)),
-    Variant("2:4", "2 of 4 zero", NM(2, 4)),
-    Variant("channels", "50 % fewer MACs", Channels(mac_reduction=0.5)),
+    Variant("dense", "dense", "-", None),
+    Variant("unstructured", "unstructured", "90 % zeros", Unstructured(0.9)),
+    Variant("2:4", "two-of-four", "2 of 4 zero", NM(2, 4)),
+    Variant("channels", "channels", "50 % fewer MACs", Channels(mac_reduction=0.5)),
 )
 
 

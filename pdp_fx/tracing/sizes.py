@@ -9,15 +9,24 @@ stays dynamic. A comparison gives a plain bool: the branch that the model took i
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pdp_fx.tracing.steps import Expr, Value
+
+
+@dataclass
+class Session:
+    """The recording that a live number belongs to; once it is closed, its numbers act like plain ones."""
+
+    open: bool = True
 
 
 class LiveInt(int):
     """An int with the expression that computes it."""
 
     value: Value
+    session: Session
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)
@@ -27,6 +36,7 @@ class LiveFloat(float):
     """A float with the expression that computes it."""
 
     value: Value
+    session: Session
 
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float(self),)
@@ -35,12 +45,13 @@ class LiveFloat(float):
 Live = LiveInt | LiveFloat
 
 
-def live(number: Any, value: Value) -> Any:
+def live(number: Any, value: Value, session: Session) -> Any:
     """The number with its expression; anything but an int or a float is returned as it is."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return number
     made = LiveInt(number) if isinstance(number, int) else LiveFloat(number)
     made.value = value
+    made.session = session
     return made
 
 
@@ -53,42 +64,58 @@ def plain(number: Any) -> Any:
     return number
 
 
-def value_of(number: Any) -> Any:
-    """The expression of a live number; anything else is returned as it is."""
-    return number.value if isinstance(number, Live) else number
+def value_of(number: Any, session: Session) -> Any:
+    """The expression of a number that is live in this session; anything else as a plain number."""
+    if isinstance(number, Live) and number.session is session:
+        return number.value
+    return plain(number)
 
 
-_NEUTRAL = {operator.add: 0, operator.sub: 0, operator.mul: 1, operator.floordiv: 1, operator.pow: 1}
+# `size + 0` and the like need no node of their own.
+_NEUTRAL_RIGHT = {operator.add: 0, operator.sub: 0, operator.mul: 1, operator.floordiv: 1, operator.pow: 1}
+_NEUTRAL_LEFT = {operator.add: 0, operator.mul: 1}
+
+
+def _is(number: Any, neutral: int | None) -> bool:
+    return type(number) is int and number == neutral
 
 
 def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def combine(left: Any, right: Any, session: Session) -> Any:
+        number = call(plain(left), plain(right))
+        if not session.open:
+            return number
+        return live(number, Expr(call, (value_of(left, session), value_of(right, session))), session)
+
     def forward(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        if isinstance(self, int) and type(other) is int and _NEUTRAL.get(call) == other:
+        if isinstance(self, int) and _is(other, _NEUTRAL_RIGHT.get(call)):
             return self
-        return live(call(plain(self), plain(other)), Expr(call, (value_of(self), value_of(other))))
+        return combine(self, other, self.session)
 
     def reflected(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        if isinstance(self, int) and type(other) is int and (call, other) in ((operator.add, 0), (operator.mul, 1)):
+        if isinstance(self, int) and _is(other, _NEUTRAL_LEFT.get(call)):
             return self
-        return live(call(plain(other), plain(self)), Expr(call, (value_of(other), value_of(self))))
+        return combine(other, self, self.session)
 
     return forward, reflected
 
 
-def _unary(call: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda self: live(call(plain(self)), Expr(call, (value_of(self),)))
+def _unary(call: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, *args: Any) -> Any:
+        number = call(plain(self), *args)
+        if not self.session.open:
+            return number
+        return live(number, Expr(call, (value_of(self, self.session), *args)), self.session)
+
+    return apply
 
 
 def _divmod(self: Any, other: Any) -> Any:
     return self // other, self % other
-
-
-def _round(self: Any, digits: int | None = None) -> Any:
-    return live(round(plain(self), digits), Expr(round, (value_of(self), digits)))
 
 
 def _equip(kind: Any) -> None:
@@ -98,10 +125,9 @@ def _equip(kind: Any) -> None:
         setattr(kind, f"__r{name}__", reflected)
     for name in ("neg", "pos", "abs"):
         setattr(kind, f"__{name}__", _unary(getattr(operator, name)))
-    for call in (math.floor, math.ceil, math.trunc):
+    for call in (math.floor, math.ceil, math.trunc, round):
         setattr(kind, f"__{call.__name__}__", _unary(call))
     kind.__divmod__ = _divmod
-    kind.__round__ = _round
 
 
 _equip(LiveInt)

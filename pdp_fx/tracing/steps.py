@@ -24,10 +24,6 @@ class Scope:
     count: int = 0
     parent: "Scope | None" = None
 
-    def chain(self) -> "tuple[Scope, ...]":
-        """This call and the calls around it, the root first."""
-        return (*(self.parent.chain() if self.parent else ()), self)
-
 
 @dataclass(eq=False)
 class Step:
@@ -42,7 +38,8 @@ class Step:
         source: the user's line, `file.py:line`.
         data: whether its numbers depend on inputs, parameters, buffers or chance, so that no branch may use them.
         ragged: whether its sizes depend on such numbers.
-        writes: whether somebody other than the users of its result sees a tensor change.
+        mutates: whether it changes a tensor in place.
+        observed: whether somebody other than the users of its result sees that change.
         random: whether it drew random numbers.
         reason: for an opaque module, why it was not traced through.
     """
@@ -55,7 +52,8 @@ class Step:
     source: str
     data: bool = True
     ragged: bool = False
-    writes: bool = False
+    mutates: bool = False
+    observed: bool = False
     random: bool = False
     reason: str = ""
 
@@ -69,7 +67,7 @@ class Attribute:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A tensor that belongs to nobody, made before the model ran."""
+    """A tensor that no module owns, made before the model ran or from numbers that the graph does not see."""
 
     tensor: torch.Tensor
 
@@ -84,7 +82,6 @@ class Expr:
 
 
 Value = Step | Attribute | Constant | Expr
-VALUE_TYPES = (Step, Attribute, Constant, Expr)
 
 
 @dataclass(frozen=True)
@@ -101,4 +98,26 @@ class Recording:
 
 
 class UnrecordableError(Exception):
-    """Raised inside a recording when the innermost module does something that a graph cannot hold."""
+    """Raised while recording when the innermost module does something that a graph cannot hold.
+
+    Attributes:
+        path: the module that has to stay opaque; set on the way out.
+    """
+
+    path: str | None = None
+
+
+def is_data(value: Any) -> bool:
+    """Whether numbers behind a value depend on inputs, parameters, buffers or chance."""
+    if isinstance(value, Step):
+        return value.data
+    if isinstance(value, Expr):
+        return any(is_data(arg) for arg in value.args) and value.call not in ("size", "numel")
+    return isinstance(value, Attribute)
+
+
+def is_ragged(value: Any) -> bool:
+    """Whether sizes behind a value depend on such numbers."""
+    if isinstance(value, Step):
+        return value.ragged
+    return isinstance(value, Expr) and any(is_ragged(arg) for arg in value.args)

@@ -27,7 +27,8 @@ def test_the_bytes_are_those_the_readme_names() -> None:
 
 def sorted_rows(*parts: Subset) -> Tensor:
     rows = [torch.cat([part.images.flatten(1), part.labels.unsqueeze(1)], dim=1) for part in parts]
-    return torch.unique(torch.cat(rows), dim=0)
+    unique: Tensor = torch.unique(torch.cat(rows), dim=0)
+    return unique
 
 
 def test_a_split_is_a_stratified_partition() -> None:

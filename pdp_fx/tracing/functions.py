@@ -1,0 +1,106 @@
+"""How a call of a torch function is written in a graph, and which calls only look at a tensor.
+
+`fx` graphs read best with operators as `operator.add`, methods as `call_method` and everything else as
+`call_function`; `__torch_function__` reports all of them as functions.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import has_side_effect
+
+Form = tuple[str, str | Callable[..., Any], tuple[Any, ...]]
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift eq ne lt le gt ge".split()
+_UNARY = "neg pos abs invert".split()
+
+# Method names, by the operator that they stand for and by how many arguments they then have.
+_OPERATORS: dict[str, tuple[Callable[..., Any], int]] = {
+    **{f"__{name.strip('_')}__": (getattr(operator, name), 2) for name in _BINARY},
+    **{f"__{name}__": (getattr(operator, name), 1) for name in _UNARY},
+    **{name: (getattr(operator, name), 2) for name in "add sub mul matmul eq ne lt le gt ge".split()},
+    "div": (operator.truediv, 2),
+    "neg": (operator.neg, 1),
+    "__getitem__": (operator.getitem, 2),
+    "__setitem__": (operator.setitem, 3),
+}
+_REFLECTED = {f"__r{name.strip('_')}__": getattr(operator, name) for name in _BINARY[:13]}
+_REFLECTED["__rdiv__"] = operator.truediv
+
+_IN_PLACE = frozenset(
+    name
+    for name in dir(torch.Tensor)
+    if (name.endswith("_") and not name.endswith("__"))
+    or (name.startswith("__i") and f"__{name[3:]}" in _OPERATORS and name != "__invert__")
+)
+
+# A look at these never depends on the numbers inside the tensor.
+METADATA = frozenset(
+    "dim ndimension ndim stride is_contiguous is_floating_point is_complex is_signed is_tensor is_storage element_size "
+    "get_device is_pinned is_inference is_same_size is_set_to is_shared is_conj is_neg has_names type storage_offset "
+    "can_cast promote_types result_type broadcast_shapes typename is_coalesced dense_dim sparse_dim _is_view "
+    "__hash__ __repr__ __str__ __format__ __dir__ data_ptr untyped_storage storage numel nelement size __len__ "
+    "register_hook is_distributed _is_zerotensor dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu "
+    "is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_xla is_mtia is_maia is_ipu is_vulkan "
+    "is_ort is_hpu is_nested itemsize nbytes names output_nr name _version retains_grad".split()
+)
+# These need the sizes, which in a ragged tensor depend on numbers.
+SIZES = frozenset("shape size numel nelement __len__ stride is_contiguous is_same_size nbytes".split())
+
+
+def register_in_place_functions() -> None:
+    """Tell `fx` that in-place methods, called as functions, have side effects.
+
+    As a method call, an in-place operation whose result nobody uses would count as dead code.
+    """
+    for name in sorted(_IN_PLACE):
+        has_side_effect(getattr(torch.Tensor, name))
+
+
+register_in_place_functions()
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a torch function; for the getter of a tensor's property, the property's name."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if name not in ("__get__", "__set__"):
+        return name
+    owner: Any = getattr(function, "__self__", None)
+    return owner.fget.__name__ if isinstance(owner, property) and owner.fget else owner.__name__
+
+
+def is_getter(function: Callable[..., Any]) -> bool:
+    """Whether the function reads a property of a tensor."""
+    return getattr(function, "__name__", "") == "__get__"
+
+
+def is_setter(function: Callable[..., Any]) -> bool:
+    """Whether the function sets a property of a tensor."""
+    return getattr(function, "__name__", "") == "__set__"
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a method of this name changes its tensor."""
+    return name in _IN_PLACE or name == "__setitem__"
+
+
+def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:
+    """The `fx` op, target and positional arguments that write this call."""
+    name = name_of(function)
+    if is_getter(function):
+        return "call_function", getattr, (args[0], name)
+    if getattr(torch.Tensor, name, None) is not function:
+        return "call_function", function, args
+    if name in _REFLECTED and not kwargs:
+        return "call_function", _REFLECTED[name], (args[1], args[0])
+    target, count = _OPERATORS.get(name, (None, 0))
+    if target is not None and len(args) == count and not kwargs:
+        return "call_function", target, args
+    return "call_method", name, args
+
+
+def kept_alive(target: str | Callable[..., Any]) -> Callable[..., Any] | None:
+    """An in-place or random method as a function that dead code elimination leaves alone, or None."""
+    return getattr(torch.Tensor, target) if isinstance(target, str) and target in _IN_PLACE else None
