@@ -4,6 +4,7 @@ from pdp_fx.compiler import Pipeline
 from pdp_fx.passes.choose_targets import ChooseTargets
 from pdp_fx.passes.expose_parameters import ExposeParameters
 from pdp_fx.passes.find_sites import FindSites
+from pdp_fx.passes.fix_mode import FixMode
 from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
 from pdp_fx.passes.harden_masks import HardenMasks
 from pdp_fx.passes.label_channels import LabelChannels
@@ -26,6 +27,7 @@ PREPARE = Pipeline(
 
 CONVERT = Pipeline(
     (
+        FixMode(),
         HardenMasks(),
         RestoreModules(),
         ShrinkChannels(),

@@ -78,10 +78,15 @@ def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup])
     """Note on every node its shape and the groups whose channels it carries, for printouts."""
     group_of = {root: group.name for group in groups for root in group.classes.tolist()}
     for node in gm.graph.nodes:
-        shape, axes = found.nodes.get(node.name, ((), {}))
-        carried = dict.fromkeys(group_of.get(root, "") for classes in axes.values() for root in classes.tolist())
+        values = found.values.get(node.name, ())
+        carried = dict.fromkeys(
+            group_of.get(root, "")
+            for value in values
+            for layer in value.layers
+            for root in np.unique(found.classes[layer.ids.numpy()]).tolist()
+        )
         names = [name for name in carried if name]
-        node.meta["shape"] = shape
+        node.meta["shape"] = values[0].shape if len(values) == 1 else ()
         node.meta["group"] = names[0] if len(names) == 1 else f"{len(names)} groups" if names else ""
 
 

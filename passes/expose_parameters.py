@@ -67,21 +67,24 @@ def _expose(gm: fx.GraphModule, node: fx.Node, wanted: set[str], names: dict[int
         return
     for parameter in kind.parameters:
         tensor = getattr(module, parameter)
-        if tensor is None or names[id(tensor)] not in wanted:
+        if tensor is None or names.get(id(tensor)) not in wanted:
             continue
         with gm.graph.inserting_before(node):
             read = gm.graph.get_attr(names[id(tensor)])
         read.meta = {"source": node.meta.get("source", "")}
         node.update_kwarg(parameter, read)
         if type(module) is kind.plain:
-            module = reclass(module, kind.explicit)
-            place(gm, target, module)
+            explicit = reclass(module, kind.explicit)
+            swap_module(gm, module, explicit)
+            module = explicit
 
 
-def place(gm: fx.GraphModule, target: str, module: nn.Module) -> None:
-    """Put ``module`` at the qualified name ``target``."""
-    owner, _, name = target.rpartition(".")
-    setattr(gm.get_submodule(owner), name, module)
+def swap_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` in place of ``old`` everywhere in ``root``, under all its names."""
+    for module in list(root.modules()):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
 
 
 def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:

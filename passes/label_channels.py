@@ -9,6 +9,7 @@ from torch import fx
 
 from pdp_fx.channels.analysis import analyse
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.passes.find_sites import Sites
 
 
@@ -20,5 +21,6 @@ class LabelChannels(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         if ctx.example_inputs is not None:
-            ctx.put(analyse(gm, ctx.example_inputs, ctx.get(Sites).maskable))
+            with trial(gm):
+                ctx.put(analyse(gm, fresh(ctx.example_inputs), ctx.get(Sites).maskable))
         return False

@@ -11,7 +11,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.passes.expose_parameters import place
+from pdp_fx.passes.expose_parameters import swap_module
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RestoreModules(Pass):
                 _check_own(gm, node, name)
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in given}
             if type(module) is kind.explicit:
-                place(gm, target, reclass(module, kind.plain))
+                swap_module(gm, module, reclass(module, kind.plain))
                 restored = True
         return restored
 

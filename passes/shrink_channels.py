@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.channels.analysis import ChannelMap, analyse
+from pdp_fx.channels.flow import Labelled
 from pdp_fx.channels.labels import Slot
+from pdp_fx.channels.rewrites import Job, rewrite_of
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
+from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.harden_masks import Dropped, swap_tensor
 
@@ -33,8 +36,10 @@ class ShrinkChannels(Pass):
             return False
         if ctx.example_inputs is None:
             raise PassError("channels can only be removed with the example inputs that the model was prepared on")
-        found = analyse(gm, ctx.example_inputs, frozenset(name for name, _ in gm.named_parameters()))
+        with trial(gm):
+            found = analyse(gm, fresh(ctx.example_inputs), frozenset(name for name, _ in gm.named_parameters()))
         gone = _gone_classes(found, rows)
+        _resize_nodes(gm, found, gone)
         _slice_tensors(gm, found, gone)
         _refresh_modules(gm, found, gone)
         return True
@@ -65,6 +70,23 @@ def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> N
         swap_tensor(gm, old, kept)
 
 
+def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
+    """Write new sizes into the nodes that are told any."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    changing = frozenset(
+        name for name, ids in found.taint.items() if any(np.isin(found.classes[i.numpy()], gone).any() for i in ids)
+    )
+    for name in found.resized:
+        node = nodes[name]
+        rewrite = rewrite_of(gm, node)
+        if rewrite is None:
+            raise PassError(f"%{name} was to be resized, but there is no way to")
+        read = [value for source in node.all_input_nodes for value in found.values.get(source.name, ())]
+        source = found.kept(read[0] if read else Labelled((), ()), gone)
+        results = tuple(found.kept(value, gone) for value in found.values[name])
+        rewrite.apply(node, Job(source, results, found.numbers, changing))
+
+
 def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
     """Tell every module its new sizes."""
     inputs: dict[str, int] = {}
@@ -77,4 +99,4 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
         if kind is None:
             continue
         weight = getattr(module, "weight", None)
-        kind.refresh(module, inputs.get(names[id(weight)]) if weight is not None else None)
+        kind.refresh(module, inputs.get(names.get(id(weight), "")))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from pdp_fx.channels.flow import place_arguments
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
+from pdp_fx.example_inputs import Inputs, fresh, trial
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +58,31 @@ class VerifyEquivalence(Pass):
             )
 
 
-def eval_outputs(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Tensor, ...]:
-    """Run ``gm``, which must be in eval mode, and return all floating-point outputs."""
-    with torch.no_grad():
-        result = gm(*place_arguments(gm, inputs))
-    return tuple(leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Run ``gm`` in eval mode and return all floating-point outputs."""
+    args, kwargs = fresh(inputs)
+    with trial(gm):
+        result = gm(*args, **kwargs)
+    return tuple(
+        leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )
 
 
 def relative_difference(outputs: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> float:
-    """The largest difference of any output, relative to the largest reference value of that output."""
+    """The largest difference of any output, relative to the largest finite reference value of that output.
+
+    Infinite and NaN values, such as those of masked logits, must be the same on both sides.
+    """
     if [tuple(out.shape) for out in outputs] != [tuple(ref.shape) for ref in reference]:
         return float("inf")
     worst = 0.0
     for out, ref in zip(outputs, reference, strict=True):
-        if not ref.numel():
+        finite = ref.isfinite()
+        if not torch.allclose(out[~finite], ref[~finite], rtol=0, atol=0, equal_nan=True):
+            return float("inf")
+        if not finite.any():
             continue
-        scale = ref.abs().max().clamp(min=torch.finfo(ref.dtype).tiny)
-        difference = float((out - ref).abs().max() / scale)
+        scale = ref[finite].abs().max().clamp(min=torch.finfo(ref.dtype).tiny)
+        difference = float((out - ref)[finite].abs().max() / scale)
         worst = float("inf") if difference != difference else max(worst, difference)
     return worst

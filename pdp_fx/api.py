@@ -5,37 +5,39 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from pdp_fx.channels.analysis import ChannelMap
 from pdp_fx.compiler import Context, OnPass
 from pdp_fx.errors import SpecError, StateError, VerifyError
+from pdp_fx.example_inputs import matching, normalised
+from pdp_fx.field_checks import described
 from pdp_fx.mac_model import mac_model
+from pdp_fx.ops.explicit import twin
 from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.verify_equivalence import Reference, eval_outputs
-from pdp_fx.pruner import CHILD, Pruner, find
+from pdp_fx.pruner import CHILD, Pruner, find, find_all
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace
 
 logger = logging.getLogger(__name__)
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
 def prepare(
-    model: nn.Module, spec: PruneSpec, example_inputs: ExampleInputs = None, on_pass: OnPass | None = None
+    model: nn.Module, spec: PruneSpec, example_inputs: ExampleInputs | None = None, on_pass: OnPass | None = None
 ) -> fx.GraphModule:
     """Trace ``model`` and insert soft masks; train the result as you would train the model.
 
     Args:
-        model: any module. It is not changed; the result shares its parameters and buffers.
+        model: any module. It is not changed; the result shares its parameters and buffers, and has
+            modules of its own around them, so that each can be in its own mode.
         spec: what to prune, how much, and when.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
             `Channels` needs them; with them `convert` also proves itself by numbers.
@@ -46,25 +48,23 @@ def prepare(
         starts it computes bit for bit what the model computes.
 
     Raises:
-        SpecError: the spec does not fit the model.
-        TraceError: the model cannot be traced.
-        StateError: the model is prepared already.
+        SpecError: the spec does not fit the model, or nothing in the model can be pruned by it.
+        TraceError: the model cannot be traced, or does not run on the example inputs.
+        StateError: the model is prepared already, or has lazy parameters.
 
     Example:
+        >>> from pdp_fx import Unstructured
         >>> prepared = prepare(nn.Linear(4, 4), PruneSpec(Unstructured(0.5)), torch.ones(1, 4))
     """
-    if find(model) is not None:
-        raise StateError("the model is prepared already; call convert(model), or prepare the original model")
-    modules = dict(model.named_modules())
-    spec.check_matches(modules)
-    _refuse_broken_weights(model)
+    _refuse_unfit(model, spec)
+    inputs = normalised(example_inputs)
     gm = trace(model, example_inputs)
     if hasattr(gm, CHILD):
         raise StateError(f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it")
-    inputs = normalised(example_inputs)
+    _part_from(gm, model)
     pruner = Pruner(spec, inputs)
     gm.add_submodule(CHILD, pruner)
-    ctx = Context(spec, inputs, modules)
+    ctx = Context(spec, inputs, dict(model.named_modules()))
     ctx.put(pruner)
     PREPARE.run(gm, ctx, on_pass)
     _keep_findings(pruner, ctx)
@@ -81,7 +81,7 @@ def step(model: nn.Module) -> None:
         model: a prepared model, also inside a wrapper such as DistributedDataParallel.
 
     Raises:
-        StateError: the model was never prepared.
+        StateError: the model was never prepared, or holds several prepared models.
         SpecError: the targets are due to be fixed, but weights are NaN or infinite.
     """
     gm, pruner = _prepared(model, "step")
@@ -92,7 +92,8 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     """Apply the hard masks, remove channels, fold BatchNorm, and check the result by numbers.
 
     Args:
-        model: a prepared model. It is not changed.
+        model: a prepared model, also inside a wrapper such as DistributedDataParallel. It is not
+            changed.
         on_pass: called after every pass with the graph's text before it, the pass, and the module.
 
     Returns:
@@ -100,23 +101,35 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         of the prepared model in eval mode (float32: within 1e-5 of the output's scale).
 
     Raises:
-        StateError: the model was never prepared, or nothing is pruned yet.
+        StateError: the model was never prepared, nothing is pruned yet, the weights are NaN, or the
+            model cannot be copied.
         VerifyError: the outputs differ; this would be a bug of this package.
     """
     gm, pruner = _prepared(model, "convert")
+    _refuse_more_than_wrapped(model, gm)
     _refuse_unpruned(pruner)
+    broken = _broken_weight(gm)
+    if broken:
+        raise StateError(f"{broken} holds NaN or infinite values: the training has diverged; convert needs numbers")
     if pruner.share < 1:
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
     dtype = next((p.dtype for p in gm.parameters() if p.is_floating_point()), torch.float32)
     if dtype in TOLERANCE:
         try:
-            return _converted(copy.deepcopy(gm), TOLERANCE[dtype], on_pass)
+            return _converted(_copy(gm), TOLERANCE[dtype], on_pass)
         except VerifyError:
             if dtype == torch.float64:
                 raise
     # Rounding alone can exceed the tolerance; in float64 it cannot, so there the difference is a proof.
-    _converted(copy.deepcopy(gm).double(), TOLERANCE[torch.float64], None)
-    return _converted(copy.deepcopy(gm), float("inf"), on_pass)
+    _converted(_copy(gm).double(), TOLERANCE[torch.float32], None)
+    return _converted(_copy(gm), float("inf"), on_pass)
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    try:
+        return copy.deepcopy(gm)
+    except RuntimeError as err:
+        raise StateError(f"the model cannot be copied: {err}") from err
 
 
 def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> fx.GraphModule:
@@ -124,7 +137,7 @@ def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> 
     pruner = gm.get_submodule(CHILD)
     if not isinstance(pruner, Pruner):
         raise StateError("the model's 'pdp' child is not what prepare has put there")
-    inputs = _cast(pruner.example_inputs, gm)
+    inputs = None if pruner.example_inputs is None else matching(pruner.example_inputs, gm)
     ctx = Context(pruner.spec, inputs)
     ctx.put(pruner)
     gm.eval()
@@ -153,61 +166,83 @@ def _keep_findings(pruner: Pruner, ctx: Context) -> None:
     pruner.kept = plan.kept
     pruner.skipped = plan.skipped
     if found is not None:
-        pruner.channels = replace(found, nodes={})
+        pruner.channels = replace(found, values={})
         pruner.mac_model = mac_model(found, [group for group, _ in plan.groups])
 
 
 def _prepared(model: nn.Module, verb: str) -> tuple[fx.GraphModule, Pruner]:
-    found = find(model)
-    if found is None:
+    found = find_all(model)
+    if not found:
         raise StateError(f"{verb}(model) needs a model that came from pdp_fx.prepare; this one did not")
-    return found
+    if len(found) > 1:
+        raise StateError(f"the model holds {len(found)} prepared models; call {verb} for each of them")
+    return found[0]
+
+
+def _part_from(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Give ``gm`` its own modules in place of those that it has in common with ``model``."""
+    theirs = set(model.modules())
+    ours: dict[nn.Module, nn.Module] = {}
+
+    def own(module: nn.Module) -> nn.Module:
+        if module not in ours:
+            ours[module] = twin(module) if module in theirs else module
+            for name, child in module._modules.items():
+                if child is not None:
+                    ours[module]._modules[name] = own(child)
+        return ours[module]
+
+    own(gm)
+
+
+def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
+    """Refuse what can be told without looking at the graph."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(f"prepare needs a torch.nn.Module, got {described(model)}")
+    if not isinstance(spec, PruneSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec(Unstructured(0.9))")
+    if find(model) is not None:
+        raise StateError("the model is prepared already; call convert(model), or prepare the original model")
+    spec.check_matches(dict(model.named_modules()))
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")
+    broken = _broken_weight(model)
+    if broken:
+        raise SpecError(f"{broken} holds NaN or infinite values, so its weights cannot be ranked; check the model")
+
+
+def _broken_weight(model: nn.Module) -> str:
+    """The name of a parameter that is not finite, or the empty string."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+            return name
+    return ""
+
+
+def _refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule) -> None:
+    """A wrapper's only child is what it wraps; a module with more in it computes something else."""
+    while model is not gm:
+        children = list(model.children())
+        if len(children) != 1:
+            raise StateError(
+                f"{type(model).__name__} holds more than a prepared model, and convert would lose the rest; "
+                "call convert on the part that came from prepare"
+            )
+        model = children[0]
 
 
 def _refuse_unpruned(pruner: Pruner) -> None:
-    if any(int(mask.count) for _, mask in pruner.mask_items()):
+    if any(mask.pruned_now for _, mask in pruner.mask_items()):
         return
-    counter, start = int(pruner.counter), pruner.spec.schedule.start
+    counter, schedule = int(pruner.counter), pruner.spec.schedule
     if counter == 0:
         raise StateError("nothing is pruned: the schedule was never advanced; call pdp_fx.step(model) as you train")
     raise StateError(
-        f"nothing is pruned yet: step was called {counter} times and the ramp starts after {start}; train on, "
-        "or give the spec a shorter Schedule"
+        f"nothing is pruned yet: step was called {counter} times, and the ramp runs from {schedule.start} to "
+        f"{schedule.ramp_end}; train on, or give the spec a shorter Schedule"
     )
-
-
-def _refuse_broken_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
-            raise SpecError(f"{name} holds NaN or infinite values, so its weights cannot be ranked; check the model")
-
-
-def normalised(example_inputs: ExampleInputs) -> Inputs | None:
-    """Example inputs as positional and keyword arguments."""
-    if example_inputs is None:
-        return None
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, dict):
-        return (), dict(example_inputs)
-    return tuple(example_inputs), {}
 
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _cast(inputs: Inputs | None, gm: fx.GraphModule) -> Inputs | None:
-    """The example inputs on the device and in the dtype of the model as it is now."""
-    reference = next((p for p in gm.parameters() if p.is_floating_point()), None)
-    if inputs is None or reference is None:
-        return inputs
-
-    def cast(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(reference.device, reference.dtype if leaf.is_floating_point() else leaf.dtype)
-
-    return tree_map(cast, inputs)
-
-

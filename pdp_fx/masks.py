@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from pdp_fx.ops.nm import group_view, nm_pruned, nm_threshold
+from pdp_fx.ops.ranking import Ranking, readable
 from pdp_fx.ops.select import smallest
 from pdp_fx.ops.soft_mask import soft_mask, soft_mask_value
 from pdp_fx.ops.threshold import compute_dtype, threshold
+from pdp_fx.sharding import refuse_shard
 
 UNSET = -1
 MILLION = 1_000_000
@@ -51,6 +53,15 @@ class Mask(nn.Module):
         """Prune ``share`` of the target, in [0, 1], from now on."""
         self.count.fill_(round(share * int(self.target)))
 
+    def idle(self, weight: Tensor) -> bool:
+        """Whether nothing is pruned now, as far as that can be told without waiting for a device."""
+        return readable(weight) and readable(self.count) and int(self.count) == 0
+
+    @property
+    def pruned_now(self) -> int:
+        """How many units (N:M: of every group) the hard mask prunes now."""
+        return int(self.count)
+
     @abstractmethod
     def pruned(self, *weights: Tensor) -> Tensor:
         """The units that the hard mask prunes now, as booleans in the shape of the units."""
@@ -66,17 +77,36 @@ class Mask(nn.Module):
 class WeightMask(Mask):
     """Unstructured: every weight is a unit (paper, section 3.1)."""
 
+    def __init__(self, parameters_read: tuple[str, ...], tau: float) -> None:
+        super().__init__(parameters_read, tau)
+        self.ranking = Ranking()
+
     def forward(self, weight: Tensor) -> Tensor:
         """Return the masked weight, same shape and dtype."""
+        refuse_shard(weight)
+        if self.idle(weight):
+            return weight
         if self.training:
-            return soft_mask(weight, threshold(weight, self.count), self.tau)
+            return soft_mask(weight, self._threshold(weight), self.tau)
         return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
 
     def pruned(self, *weights: Tensor) -> Tensor:
-        return smallest(weights[0].detach().abs(), self.count)
+        magnitude = weights[0].detach().abs()
+        if readable(weights[0]) and 0 < int(self.count) < magnitude.numel():
+            largest_pruned, smallest_kept = self.ranking.around(weights[0], int(self.count))
+            if largest_pruned < smallest_kept:
+                return magnitude <= float(largest_pruned)
+        return smallest(magnitude, self.count)
 
     def values(self, *weights: Tensor) -> Tensor:
-        return soft_mask_value(weights[0], threshold(weights[0], self.count), self.tau)
+        return soft_mask_value(weights[0], self._threshold(weights[0]), self.tau)
+
+    def _threshold(self, weight: Tensor) -> Tensor:
+        if not readable(weight) or not 0 < int(self.count) < weight.numel():
+            return threshold(weight, self.count)
+        largest_pruned, smallest_kept = self.ranking.around(weight, int(self.count))
+        halfway = float(0.5 * largest_pruned + 0.5 * smallest_kept)
+        return weight.new_full((), halfway, dtype=compute_dtype(weight.dtype))
 
 
 class NMMask(Mask):
@@ -94,13 +124,21 @@ class NMMask(Mask):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the masked weight, same shape and dtype."""
+        refuse_shard(weight)
+        if self.idle(weight):
+            return weight
         if not self.training:
             return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
         t = nm_threshold(weight, self.of, self.count)
         return soft_mask(group_view(weight, self.of), t, self.tau).reshape(weight.shape)
 
+    @property
+    def pruned_now(self) -> int:
+        return int(self.count) // MILLION
+
     def pruned(self, *weights: Tensor) -> Tensor:
-        return nm_pruned(weights[0].detach(), self.keep, self.of, int(self.count) // MILLION)
+        whole = self.count.div(MILLION, rounding_mode="floor")
+        return nm_pruned(weights[0].detach(), self.keep, self.of, whole)
 
     def values(self, *weights: Tensor) -> Tensor:
         t = nm_threshold(weights[0], self.of, self.count)

@@ -17,6 +17,7 @@ from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.masks import ChannelMask, Mask, NMMask
 from pdp_fx.schedule import share
+from pdp_fx.sharding import whole
 from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
 
 CHILD = "pdp"
@@ -186,17 +187,23 @@ def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
 
 
 def parameters_of(gm: nn.Module, mask: Mask) -> list[Tensor]:
-    """The parameters that ``mask`` is computed from."""
-    return [gm.get_parameter(name) for name in mask.parameters_read]
+    """The parameters that ``mask`` is computed from, gathered from all ranks where they are sharded."""
+    return [whole(gm.get_parameter(name)) for name in mask.parameters_read]
 
 
 def find(model: nn.Module) -> tuple[fx.GraphModule, Pruner] | None:
-    """The prepared graph module inside ``model`` (which may be wrapped) and its state, or None."""
+    """The first prepared graph module inside ``model`` (which may be a wrapper) and its state, or None."""
+    return next(iter(find_all(model)), None)
+
+
+def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
+    """All prepared graph modules inside ``model``, itself included, with their states."""
+    found: list[tuple[fx.GraphModule, Pruner]] = []
     for module in model.modules():
         state = module._modules.get(CHILD)
         if isinstance(module, fx.GraphModule) and isinstance(state, Pruner):
-            return module, state
-    return None
+            found.append((module, state))
+    return found
 
 
 def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:

@@ -1,25 +1,161 @@
-"""From a model to a graph that shares its parameters."""
+"""From a model to a graph that shares its parameters.
 
-from typing import Any
+Without example inputs the graph comes from `torch.fx` symbolic tracing, which sees no values; with them it comes from
+recording what the model really does. Both look at the model in eval mode and in training mode, and write one graph
+that follows `.train()` and `.eval()`. With example inputs the graph is then run in both modes, and has to give what
+the model gives, bit for bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
+from pdp_fx.errors import TraceError
+from pdp_fx.tracing.align import Alignment, align
+from pdp_fx.tracing.emit import without_dead_code, write_graph
+from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.module import TracedModule, mirror
-from pdp_fx.tracing.symbolic import symbolic_graph
+from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.record import record
+from pdp_fx.tracing.source import source_of
+from pdp_fx.tracing.steps import Recording, UnrecordableError
+from pdp_fx.tracing.symbolic import symbolic_recording
+from pdp_fx.tracing.verify import Outcome, run
 
-ExampleInputs = torch.Tensor | tuple[Any, ...] | dict[str, Any] | None
+_MODES = {False: "eval", True: "training"}
 
 
-def trace(model: nn.Module, example_inputs: ExampleInputs = None) -> fx.GraphModule:
+def trace(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
     """Trace a model into a graph module that computes the same and shares its parameters and layers.
 
     Args:
         model: any module; it is not modified.
-        example_inputs: one tensor, a tuple of positional arguments or a dict of keyword arguments.
+        example_inputs: one tensor, a tuple of positional arguments or a dict of keyword arguments. Without them, only
+            models whose control flow does not depend on tensors can be traced.
+
+    Returns:
+        A graph module with the parameters, buffers, layers, names and training flags of the model. Each node's `meta`
+        has `source`, the line that made it, and `owner`, the path of the module it happened in; where a module was
+        kept whole, `opaque` says why.
 
     Raises:
         TraceError: the model cannot be traced; the message says where and why.
     """
-    graph = symbolic_graph(model)
-    return TracedModule(mirror(model), graph, type(model).__name__)
+    if example_inputs is None:
+        return _trace_symbolically(model)
+    example = example_call(example_inputs)
+    with torch.inference_mode(False), torch.enable_grad(), _any_batch_size():
+        return _trace_by_recording(model, example)
+
+
+def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
+    with preserved(model):
+        recordings = [symbolic_recording(model.train(training)) for training in _MODES]
+    in_eval, in_train = recordings
+    return _build(model, align(in_eval, in_train), in_eval, in_train, {}, gate_all=False)
+
+
+def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModule:
+    expected = {training: _reference(model, example, training) for training in _MODES}
+    opaque: dict[str, str] = {}
+    in_eval, in_train, alignment = _record_both(model, example, opaque)
+    problem = ""
+    for gate_all in (False, True):
+        gm = _build(model, alignment, in_eval, in_train, opaque, gate_all)
+        problem = _problem(gm, model, example, expected)
+        if not problem:
+            return gm
+    raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
+
+
+def _reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
+    try:
+        return run(model, example, training)
+    except Exception as err:
+        raise TraceError(
+            f"the model itself fails on the example inputs in {_MODES[training]} mode: "
+            f"{type(err).__name__}: {err} ({source_of(err)})"
+        ) from err
+
+
+def _record_both(
+    model: nn.Module, example: ExampleCall, opaque: dict[str, str]
+) -> tuple[Recording, Recording, Alignment]:
+    """Record until both modes go through; each failure adds a module to `opaque`."""
+    while True:
+        try:
+            in_eval, in_train = (_record(model, example, training, opaque) for training in _MODES)
+        except UnrecordableError as err:
+            if not err.path or err.path in opaque:
+                raise _unrecordable(model, err) from err
+            opaque[err.path] = f"{err.reason} ({source_of(err)})"
+            continue
+        alignment = align(in_eval, in_train)
+        differing = _weightless(model, {alignment.owner(pair) for pair in alignment.pairs if pair.only})
+        if not differing:
+            return in_eval, in_train, alignment
+        opaque |= dict.fromkeys(differing, "acts differently in training mode")
+
+
+def _record(model: nn.Module, example: ExampleCall, training: bool, opaque: dict[str, str]) -> Recording:
+    with preserved(model):
+        return record(model.train(training), example.fresh(), opaque)
+
+
+def _unrecordable(model: nn.Module, err: UnrecordableError) -> TraceError:
+    name = f"module {err.path!r}" if err.path else f"the forward of {type(model).__name__} itself"
+    return TraceError(
+        f"cannot trace {name}: it {err.reason} ({source_of(err)}); "
+        "move that part into a submodule of its own, which then stays opaque"
+    )
+
+
+def _weightless(model: nn.Module, paths: set[str]) -> list[str]:
+    """Those of the modules that have neither parameters nor buffers: nothing is lost if they stay whole."""
+    modules = {path: model.get_submodule(path) for path in paths if path}
+    return sorted(
+        path for path, module in modules.items() if not (list(module.parameters()) or list(module.buffers()))
+    )
+
+
+def _build(
+    model: nn.Module,
+    alignment: Alignment,
+    in_eval: Recording,
+    in_train: Recording,
+    opaque: dict[str, str],
+    gate_all: bool,
+) -> TracedModule:
+    tree = mirror(model, frozenset(opaque))
+    graph, protected = write_graph(tree, alignment, in_eval, in_train, gate_all)
+    gm = TracedModule(tree, graph, type(model).__name__)
+    without_dead_code(graph, protected)
+    gm.recompile()
+    return gm
+
+
+def _problem(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, expected: dict[bool, Outcome]) -> str:
+    for training, wanted in expected.items():
+        with preserved(model):
+            try:
+                got = run(gm, example, training)
+            except Exception as err:  # noqa: BLE001 a graph that fails is a graph that is not exact
+                return f"fails in {_MODES[training]} mode: {type(err).__name__}: {err}"
+        difference = wanted.difference(got)
+        if difference:
+            return f"{difference} in {_MODES[training]} mode"
+    return ""
+
+
+@contextmanager
+def _any_batch_size() -> Iterator[None]:
+    """Let BatchNorm accept a single value per channel in training: one example is enough to see the structure."""
+    before = functional._verify_batch_size
+    functional._verify_batch_size = lambda size: None
+    try:
+        yield
+    finally:
+        functional._verify_batch_size = before

@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from pdp_fx.channels import rules_compute, rules_layout, rules_norm
-from pdp_fx.channels.flow import RULES, Call, Contraction, LabelFlow, Record, Rule, place_arguments, run
+from pdp_fx.channels import rules_attention, rules_compute, rules_layout, rules_norm
+from pdp_fx.channels.flow import RULES, Call, Contraction, Labelled, LabelFlow, Record, Rule, place_arguments, run
 from pdp_fx.channels.labels import Layer, Reason, Slot
-from pdp_fx.channels.resize import freeze_written_sizes
+from pdp_fx.channels.rectangles import make_rectangular
+from pdp_fx.channels.resize import check_sizes
+from pdp_fx.channels.rewrites import Kept
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
+from pdp_fx.errors import PassError
 
-RULE_MODULES = (rules_compute, rules_layout, rules_norm)
+RULE_MODULES = (rules_attention, rules_compute, rules_layout, rules_norm)
 """Imported so that their rules are registered."""
+
+RETURNED = "the model returns these channels"
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,7 +67,10 @@ class ChannelMap:
         masked: the parameter axes that must be masked so that dropped channels are 0.
         contractions: where weights are multiplied, for counting.
         shapes: the shape of every parameter and buffer.
-        nodes: per node, the shape of its result and the classes along each axis that has them.
+        values: the tensors that each node gave.
+        resized: the nodes whose sizes must be written anew when channels go.
+        numbers: the numbers that nodes gave.
+        taint: per number node, the labels whose count it depends on.
         batch: the size of the first axis of the first input tensor.
     """
 
@@ -73,9 +80,28 @@ class ChannelMap:
     masked: frozenset[Slot]
     contractions: tuple[Contraction, ...]
     shapes: dict[str, tuple[int, ...]]
-    nodes: dict[str, tuple[tuple[int, ...], dict[int, np.ndarray]]]
+    values: dict[str, tuple[Labelled, ...]]
+    resized: tuple[str, ...]
+    numbers: dict[str, Any]
+    taint: dict[str, list[Tensor]]
     batch: int
     classes: np.ndarray = field(repr=False)
+
+    def kept(self, value: Labelled, gone: np.ndarray) -> Kept:
+        """Which indices of a tensor stay when the classes ``gone`` are dropped.
+
+        Raises:
+            PassError: what stays is not a rectangle.
+        """
+        stays: dict[int, np.ndarray] = {}
+        for layer in value.layers:
+            grid = ~np.isin(self.classes[layer.ids.numpy()], gone)
+            for axis in layer.support:
+                others = tuple(other for other in range(grid.ndim) if other != axis)
+                stays[axis] = grid.any(axis=others)
+            if int(grid.sum()) != int(np.prod([stays[axis].sum() for axis in layer.support])):
+                raise PassError("the channels that stay do not form a rectangle")
+        return Kept(value, stays)
 
 
 def analyse(gm: fx.GraphModule, inputs: Inputs, maskable: frozenset[str]) -> ChannelMap:
@@ -87,7 +113,13 @@ def analyse(gm: fx.GraphModule, inputs: Inputs, maskable: frozenset[str]) -> Cha
         maskable: names of the parameters that a mask can be put on.
     """
     flow = LabelFlow(gm, maskable, rule_of)
-    record = run(gm, inputs, flow, _after_node)
+
+    def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
+        check_sizes(gm, node, flow, result)
+        if node.op == "output":
+            flow.freeze_all([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], RETURNED)
+
+    record = run(gm, inputs, flow, after)
     tensors = [leaf for leaf in tree_leaves(place_arguments(gm, inputs)) if isinstance(leaf, Tensor)]
     batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
     return _solve(record, batch)
@@ -110,21 +142,13 @@ def _unknown(call: Call, flow: LabelFlow) -> None:
             flow.put(leaf, ())
 
 
-def _after_node(node: fx.Node, flow: LabelFlow, result: Any) -> None:
-    freeze_written_sizes(node, flow, result)
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    if node.op == "output":
-        flow.freeze_all(tensors, "the model returns these channels")
-        return
-    for tensor in tensors:
-        for layer in flow.layers(tensor):
-            if len(layer.support) > 1:
-                flow.freeze(layer.ids, "these channels are spread over several axes here")
-
-
 def _solve(record: Record, batch: int) -> ChannelMap:
     """Turn what the run has collected into classes and groups."""
-    classes = record.ties.classes()
+    classes = make_rectangular(record.grids, record.ties)
+    for ids, axis, reason in record.counted:
+        grid = classes[ids.numpy()]
+        if (grid != np.take(grid, [0], axis)).any():
+            record.ties.freeze(ids, reason)
     reasons = record.ties.frozen(classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     groups = _groups(record.producers, slots, reasons)
@@ -135,7 +159,10 @@ def _solve(record: Record, batch: int) -> ChannelMap:
         masked=_masked(record.demands),
         contractions=tuple(record.contractions),
         shapes=record.shapes,
-        nodes=_node_classes(record, classes),
+        values=record.values,
+        resized=tuple(record.resized),
+        numbers=record.numbers,
+        taint={name: [ids for _, _, ids in entries] for name, entries in record.taint.items()},
         batch=batch,
         classes=classes,
     )
@@ -185,36 +212,3 @@ def _masked(demands: list[Layer]) -> frozenset[Slot]:
         else:
             todo.extend(layer.needs)
     return frozenset(found)
-
-
-def _node_classes(
-    record: Record, classes: np.ndarray
-) -> dict[str, tuple[tuple[int, ...], dict[int, np.ndarray]]]:
-    nodes: dict[str, tuple[tuple[int, ...], dict[int, np.ndarray]]] = {}
-    for name, (shape, layers) in record.node_layers.items():
-        by_axis: dict[int, np.ndarray] = {}
-        for layer in layers:
-            if len(layer.support) == 1:
-                (axis,) = layer.support
-                by_axis[axis] = classes[layer.ids.reshape(-1).numpy()]
-        nodes[name] = (shape, by_axis)
-    return nodes
-
-
-def macs(found: ChannelMap, weights: dict[str, Tensor] | None = None) -> dict[str, int]:
-    """Multiply-accumulates of each weight for one example (the paper's count: weights only).
-
-    Args:
-        found: the channel structure.
-        weights: when given, only their non-zero entries count.
-    """
-    counts: dict[str, int] = {}
-    for contraction in found.contractions:
-        if weights is not None and contraction.weight in weights:
-            size = int(torch.count_nonzero(weights[contraction.weight]))
-        else:
-            size = int(np.prod(found.shapes[contraction.weight]))
-        counts[contraction.weight] = counts.get(contraction.weight, 0) + size * contraction.positions // found.batch
-    return counts
-
-

@@ -83,9 +83,36 @@ def rule(*packets: torch._ops.OpOverloadPacket) -> Callable[[Rule], Rule]:
     return register
 
 
+Tainted = tuple[int | None, int, Tensor]
+"""A number that depends on how many channels there are: its place in a shape, and the axis of labels."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The shape of a tensor and the labels it carries."""
+
+    shape: tuple[int, ...]
+    layers: tuple[Layer, ...]
+
+
 @dataclass
 class Record:
-    """What one run of the graph has shown."""
+    """What one run of the graph has shown.
+
+    Attributes:
+        ties: all labels and their ties.
+        slots: the labels of every parameter and buffer axis that was read.
+        shapes: the shape of every parameter and buffer.
+        producers: weight axes that make new channels.
+        contractions: uses of weights.
+        demands: layers that must be 0 where their channel is dropped.
+        grids: labels that lie along several axes.
+        counted: labels whose number along an axis must not change, with the reason.
+        values: the tensors that each node gave, in order.
+        numbers: the numbers that nodes gave.
+        resized: nodes whose sizes have to be written anew when channels go.
+        taint: for every number node, which labels its value counts.
+    """
 
     ties: Ties = field(default_factory=Ties)
     slots: dict[Slot, Tensor] = field(default_factory=dict[Slot, Tensor])
@@ -93,9 +120,12 @@ class Record:
     producers: list[Slot] = field(default_factory=list[Slot])
     contractions: list[Contraction] = field(default_factory=list[Contraction])
     demands: list[Layer] = field(default_factory=list[Layer])
-    node_layers: dict[str, tuple[tuple[int, ...], tuple[Layer, ...]]] = field(
-        default_factory=dict[str, tuple[tuple[int, ...], tuple[Layer, ...]]]
-    )
+    grids: list[Tensor] = field(default_factory=list[Tensor])
+    counted: list[tuple[Tensor, int, Reason]] = field(default_factory=list[tuple[Tensor, int, Reason]])
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
+    resized: list[str] = field(default_factory=list[str])
+    taint: dict[str, list[Tainted]] = field(default_factory=dict[str, "list[Tainted]"])
 
 
 class LabelFlow(TorchDispatchMode):
@@ -163,6 +193,7 @@ class LabelFlow(TorchDispatchMode):
     def put(self, tensor: Tensor, layers: list[Layer] | tuple[Layer, ...]) -> None:
         """Say which labels ``tensor`` carries; layers that change along no axis say nothing."""
         self._layers[tensor] = tuple(layer for layer in layers if layer.support)
+        self.record.grids += [layer.ids for layer in self._layers[tensor] if len(layer.support) > 1]
 
     def tie(self, left: Tensor, right: Tensor) -> None:
         """Tie two label tensors elementwise, broadcasting."""
@@ -177,6 +208,25 @@ class LabelFlow(TorchDispatchMode):
         for tensor in tensors:
             for layer in self.layers(tensor):
                 self.freeze(layer.ids, why, remedy)
+
+    def counted(self, ids: Tensor, axis: int, why: str) -> None:
+        """Say that the number of these labels along ``axis`` must not change."""
+        self.record.counted.append((ids, axis, Reason(self.node, self.source, why)))
+
+    def without(self, layer: Layer, blocked: frozenset[int], why: str, remedy: str = "") -> Layer | None:
+        """The layer with nothing to drop along the ``blocked`` axes.
+
+        Along a blocked axis labels are tied, so that only whole slices across it can go; a layer
+        that lies along blocked axes only is frozen, and None is returned.
+        """
+        if layer.support and layer.support <= blocked:
+            self.freeze(layer.ids, why, remedy)
+            return None
+        for axis in sorted(layer.support & blocked):
+            first = layer.ids.narrow(axis, 0, 1)
+            self.tie(layer.ids, first)
+            layer = Layer(first, layer.zero.all(dim=axis, keepdim=True), (layer,), free=layer.free)
+        return layer
 
     def demand(self, layer: Layer) -> None:
         """Say that this layer's elements must be 0 when their channel is dropped."""
@@ -209,8 +259,8 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.sized = []
         result = super().run_node(n)
         self.after(n, self.flow, result)
-        if isinstance(result, Tensor):
-            self.flow.record.node_layers[n.name] = (tuple(result.shape), self.flow.layers(result))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.flow.record.values[n.name] = tuple(Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors)
         return result
 
 

@@ -45,12 +45,14 @@ class Layer:
         zero: bool, same shape: dropping the element's channel makes the element exactly 0.
         needs: the layers whose elements must be 0 for these to be 0.
         slot: the parameter's axis whose labels these are, through layout operations only.
+        free: every index holds the same values (a broadcast axis, a constant), so any of them can go.
     """
 
     ids: Tensor
     zero: Tensor
     needs: tuple[Layer, ...] = ()
     slot: Slot | None = None
+    free: bool = False
 
     @property
     def support(self) -> frozenset[int]:

@@ -1,52 +1,118 @@
-"""Which graph nodes still fit after channels are removed.
+"""Sizes that are written into the program.
 
-A node that lays channels out by sizes written into the program would no longer fit. It is left
-alone only if the sizes follow by themselves: ``flatten``, or a ``-1`` at the labelled axis.
+A node that lays channels out by sizes, positions or counts no longer fits once channels are gone.
+Every function that takes such numbers has a way here to write them anew from the labels that stay;
+what has none keeps its channels. A size that is read off a tensor follows by itself, unless it goes
+into a computation.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
-from pdp_fx.channels.flow import LabelFlow
+from pdp_fx.channels.flow import LabelFlow, Tainted
+from pdp_fx.channels.rewrites import GROUPED, rewrite_of
 
 SIZE_FREE: frozenset[Any] = frozenset({
-    torch.flatten, "flatten", torch.matmul, "matmul", torch.bmm, "bmm", functional.linear, functional.embedding,
-    functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose1d, functional.conv_transpose2d,
-    functional.conv_transpose3d, "reshape_as", "view_as", "expand_as", torch.permute, "permute",
+    torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum, torch.addmm,
+    "reshape_as", "view_as", "expand_as", torch.permute, "permute", torch.zeros_like, torch.ones_like, "clone",
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.broadcast_tensors, torch.tensordot, torch.baddbmm, torch.cdist,
+    torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat", torch.full_like, "contiguous",
+    torch.cosine_similarity, torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle, torch.outer, "type_as",
+    operator.mul, operator.add, operator.sub, operator.truediv, torch.where, torch.rms_norm, "unsqueeze", torch.softmax,
+    torch.unbind, "unbind", "flip", torch.flip,
 })  # fmt: skip
-"""Functions and methods that take no sizes."""
+"""Functions and methods that are told no size of a channel axis."""
 
-RESHAPES: frozenset[Any] = frozenset({"view", "reshape", torch.reshape})
+FUNCTIONALS: frozenset[Any] = frozenset(value for value in vars(functional).values() if callable(value))
+
+SIZED_FUNCTIONALS = frozenset({functional.fold, functional.unfold, functional.multi_head_attention_forward, functional.pad})
+"""Functions of `torch.nn.functional` that are told sizes; the others are not."""
+
+SIZE_FREE_MODULES = (
+    nn.Linear, nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Embedding, nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._BatchNorm, nn.LocalResponseNorm, nn.CosineSimilarity, nn.PairwiseDistance, nn.Softmax2d,
+    nn.RMSNorm, nn.modules.instancenorm._InstanceNorm,
+)  # fmt: skip
+"""Modules whose own sizes are updated, or that have none."""
 
 
-def freeze_written_sizes(node: fx.Node, flow: LabelFlow, result: Any) -> None:
-    """Freeze the labels that ``node`` has laid out by sizes that would no longer fit."""
-    if node.op not in ("call_function", "call_method") or node.target in SIZE_FREE:
+
+def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any) -> None:
+    """Note that ``node`` must be resized, or freeze what it lays out by sizes that cannot be."""
+    rewrite = rewrite_of(gm, node)
+    _follow_numbers(node, flow, result, rewrite is not None)
+    if not flow.sized and node.target not in GROUPED:
+        return
+    if rewrite is not None and rewrite.fits(node, flow.record):
+        flow.record.resized.append(node.name)
+        return
+    if _is_size_free(gm, node):
         return
     for sized in flow.sized:
-        if len(sized.after.support) == 1 and node.target in RESHAPES:
-            (axis,) = sized.after.support
-            if _size_at(node, axis, sized.after.ids.ndim) == -1:
-                continue
-        flow.freeze(
-            sized.before.ids,
-            f"{_target_name(node)} is told sizes or positions of these channels, which would no longer fit",
-            "write it with flatten or -1 at the channel axis",
-        )
+        flow.freeze(sized.before.ids, _why_not(gm, node))
 
 
-def _size_at(node: fx.Node, axis: int, ndim: int) -> Any:
-    """The size that a reshaping node gives for ``axis`` of its result."""
-    sizes: Any = node.args[1:] or (node.kwargs.get("shape"),)
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = sizes[0]
-    return sizes[axis] if len(sizes) == ndim else None
+def _why_not(gm: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return f"{_name_of(gm, node)} has sizes of its own that cannot be updated"
+    return f"{_name_of(gm, node)} is told sizes or positions of these channels, which would no longer fit"
 
 
-def _target_name(node: fx.Node) -> str:
+def _is_size_free(gm: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        activation = type(module).__module__ == "torch.nn.modules.activation"
+        free = isinstance(module, SIZE_FREE_MODULES) or activation
+        return free and not isinstance(module, nn.MultiheadAttention)
+    if node.op not in ("call_function", "call_method"):
+        return True
+    if node.target in FUNCTIONALS:
+        return node.target not in SIZED_FUNCTIONALS
+    return node.target in SIZE_FREE
+
+
+def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) -> None:
+    """Follow sizes of labelled axes through arithmetic; note where they enter a computation."""
+    carried = [entry for source in node.all_input_nodes for entry in flow.record.taint.get(source.name, [])]
+    leaves = tree_leaves(result)
+    if any(isinstance(leaf, Tensor) for leaf in leaves):
+        if node.op != "output" and not resized:
+            for _, axis, ids in carried:
+                flow.counted(ids, axis, f"{_name_of(None, node)} computes with how many of these channels there are")
+        return
+    if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
+        flow.record.numbers[node.name] = result
+        found = _numbers_of(node, flow, carried)
+        if found:
+            flow.record.taint[node.name] = found
+
+
+def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[Tainted]:
+    """The labels that the numbers which ``node`` gives depend on."""
+    source = node.args[0] if node.args else None
+    values = flow.record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    if values:
+        rank = len(values[0].shape)
+        asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        whole = node.target == "size" or (node.target is getattr and asked == "shape")
+        read = [(axis if whole else None, axis, layer.ids) for layer in values[0].layers for axis in layer.support]
+        if node.target == "size" and isinstance(asked, int):
+            return [(None, axis, ids) for _, axis, ids in read if axis == asked % rank]
+        return list[Tainted](read)
+    if node.target is operator.getitem and isinstance(node.args[1], int):
+        place = node.args[1]
+        return [(None, a, ids) for at, a, ids in carried if at is None or at == (place if place >= 0 else place + ids.ndim)]
+    return [(None, axis, ids) for _, axis, ids in carried]
+
+
+def _name_of(gm: fx.GraphModule | None, node: fx.Node) -> str:
+    if gm is not None and node.op == "call_module":
+        return type(gm.get_submodule(str(node.target))).__name__
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -18,14 +18,19 @@ aten = torch.ops.aten
 
 def axis_layer(tensor: Tensor, axis: int, flow: LabelFlow) -> Layer | None:
     """The layer of ``tensor`` that changes along ``axis`` and nowhere else, or None."""
-    return next((layer for layer in flow.layers(tensor) if layer.support == {axis}), None)
+    return along(list(flow.layers(tensor)), axis)
 
 
-def freeze_others(tensor: Tensor, keep: frozenset[int], flow: LabelFlow, why: str) -> None:
-    """Freeze the layers of ``tensor`` that do not lie along exactly one of the axes in ``keep``."""
-    for layer in flow.layers(tensor):
-        if len(layer.support) != 1 or not layer.support <= keep:
-            flow.freeze(layer.ids, why)
+def along(layers: list[Layer], axis: int) -> Layer | None:
+    """The layer that changes along ``axis`` and nowhere else, or None."""
+    return next((layer for layer in layers if layer.support == {axis}), None)
+
+
+def channel_layer(tensor: Tensor, axis: int, flow: LabelFlow, why: str) -> Layer | None:
+    """The labels of ``tensor`` along ``axis``; nothing is to be dropped along any other axis."""
+    others = frozenset(range(tensor.ndim)) - {axis}
+    kept = [flow.without(layer, others, why) for layer in flow.layers(tensor)]
+    return along([layer for layer in kept if layer is not None], axis)
 
 
 def consume(read: Layer | None, columns: Layer | None, flow: LabelFlow) -> None:
@@ -53,8 +58,7 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     transposed, groups = bool(call.args[6]), int(call.args[8])
     outputs = weight.shape[1] * groups if transposed else weight.shape[0]
     channel_axis = source.ndim - (weight.ndim - 1)
-    freeze_others(source, frozenset({channel_axis}), flow, "it lies along an axis that a convolution sweeps")
-    read = axis_layer(source, channel_axis, flow)
+    read = channel_layer(source, channel_axis, flow, "it lies along an axis that a convolution sweeps")
     columns, rows = (0, 1) if transposed else (1, 0)
     parts = (axis_layer(weight, columns, flow), axis_layer(weight, rows, flow))
     per_channel = source.numel() // source.shape[channel_axis] if transposed else call.result.numel() // outputs
@@ -62,8 +66,8 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     if groups == 1:
         consume(read, parts[0], flow)
         made = _produce(parts[1], bias, flow)
-    elif groups == source.shape[channel_axis] and not transposed:
-        made = _depthwise(read, weight, bias, flow)
+    elif groups == source.shape[channel_axis]:
+        made = _depthwise(read, weight, bias, outputs // groups if transposed else 1, flow)
     else:
         made = _grouped(read, parts, bias, (groups, transposed), flow)
     layers = [] if made is None else [_placed(made, channel_axis, call.result.ndim)]
@@ -96,8 +100,13 @@ def _produce(rows: Layer | None, bias: Tensor | None, flow: LabelFlow) -> Layer 
     return _with_bias(rows, bias, flow)
 
 
-def _depthwise(read: Layer | None, weight: Tensor, bias: Tensor | None, flow: LabelFlow) -> Layer | None:
-    """Every channel keeps to itself; with a multiplier, its outputs stay together."""
+def _depthwise(
+    read: Layer | None, weight: Tensor, bias: Tensor | None, repeats: int, flow: LabelFlow
+) -> Layer | None:
+    """Every channel keeps to itself; with a multiplier, its outputs stay together.
+
+    ``repeats`` is how many outputs each row makes: 1, or the multiplier of a transposed weight.
+    """
     rows = axis_layer(weight, 0, flow)
     if rows is None:
         return None
@@ -105,6 +114,9 @@ def _depthwise(read: Layer | None, weight: Tensor, bias: Tensor | None, flow: La
         flow.freeze(rows.ids, "a depthwise convolution passes on values that have no channels")
     else:
         flow.tie(rows.ids.reshape(read.ids.numel(), -1), read.ids.reshape(-1, 1))
+    if repeats > 1:
+        ids, zero = rows.ids.reshape(-1), rows.zero.reshape(-1)
+        rows = Layer(ids.repeat_interleave(repeats), zero.repeat_interleave(repeats), (rows,))
     return _with_bias(rows, bias, flow)
 
 
@@ -163,7 +175,9 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, 
     """Contract the columns of the left operand with the rows of the right one."""
     left, right = operands
     for operand in operands:
-        freeze_others(operand, frozenset({0, 1}), flow, "it lies along two axes of a matrix product")
+        for layer in flow.layers(operand):
+            if len(layer.support) > 1:
+                flow.freeze(layer.ids, "it lies along both axes of a matrix")
     read, columns = axis_layer(left, 1, flow), axis_layer(right, 0, flow)
     flow.contract(right, left.shape[0], None if read is None else read.ids.reshape(-1))
     consume(read, columns, flow)

@@ -18,6 +18,7 @@ from pdp_fx.channels.labels import Layer, compress, shaped
 aten = torch.ops.aten
 
 SIZED = frozenset({
+    aten.index_select, aten.index,
     aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.slice, aten.select, aten.split,
     aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk, aten.repeat, aten.unfold, aten.roll, aten.diagonal,
     aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.expand, aten.constant_pad_nd,
@@ -28,22 +29,80 @@ SIZED = frozenset({
 @rule(
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.squeeze,
     aten.unsqueeze, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.flip, aten.roll,
-    aten.unfold, aten.pixel_shuffle, aten.pixel_unshuffle, aten.repeat, aten.clone, aten.detach, aten.alias,
-    aten._to_copy, aten.narrow, aten.diagonal, aten.lift_fresh, aten.contiguous, aten.movedim, aten.channel_shuffle,
-    aten._reshape_alias, aten.chunk,
+    aten.unfold, aten.pixel_unshuffle, aten.repeat, aten.clone, aten.detach, aten.alias,
+    aten._to_copy, aten.narrow, aten.diagonal, aten.lift_fresh, aten.contiguous, aten.movedim,
+    aten._reshape_alias, aten.chunk, aten.index_select, aten.index,
 )  # fmt: skip
 def layout(call: Call, flow: LabelFlow) -> None:
     """Run the operation on every label layer of its tensor."""
     source = call.args[0]
+    flow.freeze_all(call.tensors()[1:], "these values choose places of another tensor")
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     moved: list[list[Layer]] = [[] for _ in results]
-    for layer in flow.layers(source):
+    for layer in _cut_whole(call, flow):
         for index, new in enumerate(_move(layer, tuple(source.shape), call)):
             moved[index].append(new)
             if call.func.overloadpacket in SIZED and _laid_out_anew(layer, new):
                 flow.sized.append(Sized(layer, new))
+    if call.func.overloadpacket is aten.expand:
+        moved[0].extend(_broadcast(source, call.result, flow))
     for result, layers in zip(results, moved, strict=True):
-        flow.put(result, layers)
+        flow.put(result, _without_overlap(layers, flow))
+
+
+CUTS = frozenset({
+    aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk, aten.index_select,
+})  # fmt: skip
+"""Operations that cut one axis, which is their argument ``dim``."""
+
+
+def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
+    """The layers of the source, where what is cut across other channels, or picked by number, stays."""
+    source, packet = call.args[0], call.func.overloadpacket
+    if packet not in CUTS:
+        return list(flow.layers(source))
+    names = [argument.name for argument in call.func._schema.arguments]
+    axis = int((dict(zip(names, call.args, strict=False)) | call.kwargs).get("dim", 0)) % source.ndim
+    layers: list[Layer] = []
+    for layer in flow.layers(source):
+        if axis in layer.support and len(layer.support) > 1:
+            cut = flow.without(layer, frozenset({axis}), "these channels are cut apart")
+            layers += [] if cut is None else [cut]
+            continue
+        if layer.support == {axis} and packet is aten.unbind:
+            flow.freeze(layer.ids, "each of these channels becomes a tensor of its own")
+        elif layer.support == {axis} and packet is aten.select:
+            flow.freeze(layer.ids.select(axis, int(call.args[2])), "this channel is picked by its number")
+        layers.append(layer)
+    return layers
+
+
+def _broadcast(source: Tensor, result: Tensor, flow: LabelFlow) -> list[Layer]:
+    """Labels for the axes that ``expand`` makes: all their indices hold the same values."""
+    offset = result.ndim - source.ndim
+    made = [a for a, n in enumerate(result.shape) if n > 1 and (a < offset or source.shape[a - offset] == 1)]
+    return [free_layer(result, axis, False, flow) for axis in made]
+
+
+def free_layer(tensor: Tensor, axis: int, zero: bool, flow: LabelFlow) -> Layer:
+    """New labels for an axis of ``tensor`` along which all values are the same."""
+    ids = shaped(flow.record.ties.fresh(tensor.shape[axis]), axis, tensor.ndim)
+    layer = Layer(ids, torch.full_like(ids, zero, dtype=torch.bool), free=True)
+    flow.sized.append(Sized(layer, layer))
+    return layer
+
+
+def _without_overlap(layers: list[Layer], flow: LabelFlow) -> list[Layer]:
+    """Give up labels that share an axis with others; those of a broadcast axis go first."""
+    real = [layer for layer in layers if not layer.free]
+    kept: list[Layer] = []
+    for layer in layers:
+        others = real if layer.free else [other for other in real if other is not layer]
+        if any(layer.support & other.support for other in others):
+            flow.freeze(layer.ids, "the axis of these channels is merged with another axis of channels")
+        else:
+            kept.append(layer)
+    return kept
 
 
 def _laid_out_anew(before: Layer, after: Layer) -> bool:
@@ -57,7 +116,7 @@ def _move(layer: Layer, shape: tuple[int, ...], call: Call) -> list[Layer]:
     ids = _apply(call, layer.ids.expand(shape))
     zero = _apply(call, layer.zero.expand(shape))
     pairs = [compress(i, z) for i, z in zip(ids, zero, strict=True)]
-    return [Layer(i, z, (layer,), layer.slot) for i, z in pairs]
+    return [Layer(i, z, (layer,), layer.slot, layer.free) for i, z in pairs]
 
 
 def _apply(call: Call, labels: Tensor) -> list[Tensor]:
@@ -182,3 +241,61 @@ def _padded(
             parts.insert(0 if front else len(parts), side.expand(shape))
             flags.insert(0 if front else len(flags), torch.full(shape, is_zero))
     return torch.cat(parts, dim=axis), torch.cat(flags, dim=axis)
+
+
+@rule(aten.channel_shuffle, aten.native_channel_shuffle)
+def channel_shuffle(call: Call, flow: LabelFlow) -> None:
+    """Groups stay equal: channels at the same place of every group are tied."""
+    tie_blocks(call, 1, int(call.args[1]), True, flow)
+    layout(call, flow)
+
+
+@rule(aten.pixel_shuffle)
+def pixel_shuffle(call: Call, flow: LabelFlow) -> None:
+    """The channels that make up one output channel go together."""
+    source, axis = call.args[0], call.args[0].ndim - 3
+    blocks = source.shape[axis] // int(call.args[1]) ** 2
+    tie_blocks(call, axis, blocks, False, flow)
+    layers: list[Layer] = []
+    for layer in flow.layers(source):
+        kept = flow.without(layer, frozenset({axis + 1, axis + 2}), "pixel_shuffle spreads other channels over this axis")
+        if kept is not None and axis in kept.support:
+            shape = [*kept.ids.shape[:axis], blocks, -1, *kept.ids.shape[axis + 1 :]]
+            ids, zero = kept.ids.reshape(shape), kept.zero.reshape(shape)
+            kept = Layer(ids.select(axis + 1, 0), zero.all(dim=axis + 1), (layer,))
+        if kept is not None:
+            layers.append(kept)
+    flow.put(call.result, layers)
+
+
+def tie_blocks(call: Call, axis: int, blocks: int, across: bool, flow: LabelFlow) -> None:
+    """Cut the axis into blocks and tie labels at the same place of all blocks, or within each block."""
+    for layer in flow.layers(call.args[0]):
+        if axis in layer.support:
+            grid = layer.ids.movedim(axis, 0)
+            grid = grid.reshape(blocks, -1, *grid.shape[1:])
+            flow.tie(grid, grid[:1] if across else grid[:, :1])
+
+
+@rule(
+    aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like,
+    aten.full_like, aten.scalar_tensor, aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
+)  # fmt: skip
+def factory(call: Call, flow: LabelFlow) -> None:
+    """A tensor of one value throughout loses any index; one of different values keeps them all."""
+    result = call.result
+    first = result.reshape(-1)[:1]
+    if result.numel() < 2 or not bool((result == first).all()):
+        flow.put(result, ())
+        return
+    zero = bool(first == 0)
+    flow.put(result, [free_layer(result, axis, zero, flow) for axis, n in enumerate(result.shape) if n > 1])
+
+
+@rule(
+    aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.rand, aten.randn, aten.randint,
+    aten.rand_like, aten.randn_like, aten.randperm,
+)  # fmt: skip
+def unknown_values(call: Call, flow: LabelFlow) -> None:
+    """Random numbers and unset memory carry no channels."""
+    flow.put(call.result, ())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdp_fx.channels.flow import Call, LabelFlow, rule
 from pdp_fx.channels.labels import Layer, shaped
-from pdp_fx.channels.rules_compute import axis_layer, consume, freeze_others
+from pdp_fx.channels.rules_compute import axis_layer, channel_layer, consume
 
 aten = torch.ops.aten
 
@@ -27,8 +27,7 @@ def batch_norm(call: Call, flow: LabelFlow) -> None:
     """Tie weight, bias and running statistics to the channels; weight and bias decide what is 0."""
     source = call.args[0]
     result = call.result[0]
-    freeze_others(source, frozenset({1}), flow, "it lies along an axis that BatchNorm averages over")
-    read = axis_layer(source, 1, flow)
+    read = channel_layer(source, 1, flow, "it lies along an axis that BatchNorm averages over")
     stored = [axis_layer(tensor, 0, flow) for tensor in call.args[1:5] if isinstance(tensor, Tensor)]
     known = [layer for layer in stored if layer is not None]
     if read is None:
@@ -40,9 +39,20 @@ def batch_norm(call: Call, flow: LabelFlow) -> None:
         flow.tie(read.ids.reshape(-1), layer.ids)
     affine = [axis_layer(t, 0, flow) for t in call.args[1:3] if isinstance(t, Tensor)]
     scale = [layer for layer in affine if layer is not None]
-    zero = scale[0].zero & scale[1].zero if len(scale) == 2 else torch.zeros(read.ids.numel(), dtype=torch.bool)
     ids = read.ids.reshape(-1)
-    flow.put(result, [Layer(shaped(ids, 1, result.ndim), shaped(zero, 1, result.ndim), tuple(scale))])
+    needs = tuple(scale)
+    zero = torch.zeros(ids.numel(), dtype=torch.bool)
+    if len(scale) == 2:
+        zero = (scale[0].zero & scale[1].zero).reshape(-1)
+    elif _uses_own_statistics(call) and not scale:
+        zero, needs = read.zero.reshape(-1), (read,)
+    flow.put(result, [Layer(shaped(ids, 1, result.ndim), shaped(zero, 1, result.ndim), needs)])
+
+
+def _uses_own_statistics(call: Call) -> bool:
+    """Whether the input's own mean is subtracted, as instance norm does: zeros stay zeros."""
+    own = (aten.native_batch_norm, aten._native_batch_norm_legit, aten.cudnn_batch_norm)
+    return call.func.overloadpacket in own and bool(call.argument(5, "training", False))
 
 
 @rule(aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm)
@@ -51,14 +61,11 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
     result = call.result[0]
     name = call.func.overloadpacket.__name__.removeprefix("native_").removeprefix("_fused_")
     tensors = [tensor for tensor in call.args if isinstance(tensor, Tensor)]
-    normalised = _normalised_axes(call)
-    kept: list[Layer] = []
-    for layer in flow.layers(call.args[0]):
-        if layer.support & normalised:
-            flow.freeze(layer.ids, f"the statistics of {name} run over these channels")
-        else:
-            kept.append(Layer(layer.ids, torch.zeros_like(layer.zero), (layer,)))
-    flow.freeze_all(tensors[1:], f"the statistics of {name} run over these channels")
+    why = f"the statistics of {name} run over these channels"
+    moved = [flow.without(layer, _normalised_axes(call), why) for layer in flow.layers(call.args[0])]
+    flow.freeze_all(tensors[1:], why)
+    shifted = len(tensors) > 2
+    kept = [Layer(m.ids, m.zero & (not shifted), (m,)) for m in moved if m is not None]
     flow.put(result, kept)
 
 
@@ -87,12 +94,9 @@ def spatial(call: Call, flow: LabelFlow) -> None:
     source = call.args[0]
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     swept = frozenset(range(source.ndim - SPATIAL[call.func.overloadpacket], source.ndim))
-    kept: list[Layer] = []
-    for layer in flow.layers(source):
-        if layer.support & swept:
-            flow.freeze(layer.ids, f"{call.func.overloadpacket.__name__} sweeps over these channels")
-        else:
-            kept.append(Layer(layer.ids, layer.zero, (layer,)))
+    why = f"{call.func.overloadpacket.__name__} sweeps over these channels"
+    moved = [flow.without(layer, swept, why) for layer in flow.layers(source)]
+    kept = [Layer(layer.ids, layer.zero, (layer,)) for layer in moved if layer is not None]
     for result in results:
         flow.put(result, kept)
 
@@ -113,15 +117,17 @@ def reduction(call: Call, flow: LabelFlow) -> None:
         flow.freeze_all(call.tensors(), f"no channel rule for {call.func}")
         return
     source, keepdim, axes = _reduction_arguments(call)
+    if packet is aten.linalg_vector_norm and float(call.argument(1, "ord", 2)) < 1:
+        flow.freeze_all([source], "a norm of order below 1 runs over it")
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     kept: list[Layer] = []
     for layer in flow.layers(source):
-        if not layer.support & axes:
-            kept.append(_reduced(layer, axes, keepdim, packet))
-        elif packet is aten.sum:
+        if layer.support <= axes and packet in (aten.sum, aten.linalg_vector_norm):
             consume(layer, layer, flow)
-        else:
-            flow.freeze(layer.ids, f"{packet.__name__} runs over these channels")
+            continue
+        moved = flow.without(layer, axes, f"{packet.__name__} runs over these channels")
+        if moved is not None:
+            kept.append(_reduced(moved, axes, keepdim, packet))
     for result in results:
         flow.put(result, kept)
 
@@ -147,10 +153,19 @@ def softmax(call: Call, flow: LabelFlow) -> None:
     """A softmax over the channels changes with each of them; over another axis it is never 0."""
     source = call.args[0]
     axis = int(call.args[1]) % source.ndim
+    moved = [flow.without(layer, frozenset({axis}), "a softmax runs over these channels") for layer in flow.layers(source)]
+    flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,)) for m in moved if m is not None])
+
+
+@rule(aten.grid_sampler_2d, aten.grid_sampler_3d)
+def sampling(call: Call, flow: LabelFlow) -> None:
+    """Sampling at given places keeps the channels of the image and freezes everything else."""
+    image = call.args[0]
+    flow.freeze_all(call.tensors()[1:], "these values choose places of another tensor")
     kept: list[Layer] = []
-    for layer in flow.layers(source):
-        if axis in layer.support:
-            flow.freeze(layer.ids, "a softmax runs over these channels")
+    for layer in flow.layers(image):
+        if layer.support == {1}:
+            kept.append(Layer(layer.ids, layer.zero, (layer,)))
         else:
-            kept.append(Layer(layer.ids, torch.zeros_like(layer.zero), (layer,)))
+            flow.freeze(layer.ids, "it is sampled along this axis")
     flow.put(call.result, kept)

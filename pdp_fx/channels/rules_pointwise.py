@@ -39,7 +39,7 @@ def pointwise(call: Call, flow: LabelFlow) -> None:
     if not any(lifted):
         flow.put(result, ())
         return
-    _freeze_bare_meetings(operands, lifted, result.ndim, call, flow)
+    lifted = _avoid_bare_values(operands, lifted, call, flow)
     flow.put(result, [_merge(cluster, call, flow) for cluster in _clusters(lifted)])
 
 
@@ -53,20 +53,26 @@ def _lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:
     return tuple(lift(layer) for layer in layers)
 
 
-def _freeze_bare_meetings(
-    operands: list[Tensor], lifted: list[tuple[Layer, ...]], ndim: int, call: Call, flow: LabelFlow
-) -> None:
-    """Freeze labels along an axis on which another operand has values but no labels."""
-    for mine, layers in enumerate(lifted):
-        for layer in layers:
-            for other, operand in enumerate(operands):
-                if other == mine:
-                    continue
-                sizes = (1,) * (ndim - operand.ndim) + tuple(operand.shape)
-                covered = frozenset().union(*(theirs.support for theirs in lifted[other]))
-                if any(sizes[axis] > 1 and axis not in covered for axis in layer.support):
-                    name = call.func.overloadpacket.__name__
-                    flow.freeze(layer.ids, f"{name} joins these channels with values that have none")
+def _avoid_bare_values(
+    operands: list[Tensor], lifted: list[tuple[Layer, ...]], call: Call, flow: LabelFlow
+) -> list[tuple[Layer, ...]]:
+    """Drop nothing along an axis on which another operand has values but no labels."""
+    why = f"{call.func.overloadpacket.__name__} joins these channels with values that have none"
+    ndim = call.result.ndim
+    sizes = [(1,) * (ndim - operand.ndim) + tuple(operand.shape) for operand in operands]
+    while True:
+        covered = [frozenset[int]().union(*(layer.support for layer in layers)) for layers in lifted]
+        bare = [{axis for axis in range(ndim) if size[axis] > 1} - cover for size, cover in zip(sizes, covered, strict=True)]
+        blocked = frozenset[int]().union(*bare)
+        if not any(layer.support & blocked for layers in lifted for layer in layers):
+            return lifted
+        kept = [[flow.without(layer, blocked, why) for layer in layers] for layers in lifted]
+        lifted = [tuple(_sourced(layer) for layer in layers if layer is not None) for layers in kept]
+
+
+def _sourced(layer: Layer) -> Layer:
+    """The layer with itself as its one source, as `_merge` wants it."""
+    return layer if len(layer.needs) == 1 else Layer(layer.ids, layer.zero, (layer,), free=layer.free)
 
 
 Member = tuple[int, Layer]

@@ -11,6 +11,7 @@ import torch
 
 import pdp_fx
 from pdp_fx.data import Digits, split_digits
+from pdp_fx.demo.measure import one_thread
 from pdp_fx.demo.net import DigitNet
 from pdp_fx.demo.plots import plot_accuracy, plot_flips, plot_sparsity, plot_weights
 from pdp_fx.demo.summary import Summary, summarise
@@ -22,6 +23,7 @@ from pdp_fx.spec import Channels, PruneSpec, Unstructured
 LATENCY_ROUNDS = 200
 
 
+@one_thread()
 def run(out: Path, epochs: int | None = None, seeds: int = 3) -> None:
     """Train, prune, convert and compare; print what happens, and write models, numbers and plots to `out`.
 

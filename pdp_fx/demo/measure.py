@@ -31,12 +31,12 @@ def save(model: nn.Module, path: Path, images: Tensor) -> Size:
 
 
 def latencies(models: Sequence[nn.Module], images: Tensor, rounds: int) -> list[float]:
-    """Return the median seconds of one forward pass of each model on one thread, in the mode it is in.
+    """Return the median seconds of one forward pass of each model, in the mode it is in.
 
     The models take turns, so that whatever else the machine does falls on all of them alike.
     """
     seconds: list[list[float]] = [[] for _ in models]
-    with torch.inference_mode(), one_thread():
+    with torch.inference_mode():
         for round_ in range(rounds + 1):
             for model, times in zip(models, seconds, strict=True):
                 start = time.perf_counter()
@@ -48,7 +48,7 @@ def latencies(models: Sequence[nn.Module], images: Tensor, rounds: int) -> list[
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """Let torch use one thread only: small tensors gain nothing from more, and times vary less."""
+    """Let torch use one thread only: small nets gain little from more, and lose much on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 
@@ -138,6 +139,35 @@ class ExplicitBatchNorm3d(_ExplicitBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` with explicit parameters."""
 
 
+class _ExplicitInstanceNorm(_InstanceNorm):
+    def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)
+        unbatched = input.dim() == self._get_no_batch_dim()
+        result = functional.instance_norm(
+            input.unsqueeze(0) if unbatched else input,
+            self.running_mean,
+            self.running_var,
+            self.weight if weight is None else weight,
+            self.bias if bias is None else bias,
+            self.training or not self.track_running_stats,
+            self.momentum if self.momentum is not None else 0.0,
+            self.eps,
+        )
+        return result.squeeze(0) if unbatched else result
+
+
+class ExplicitInstanceNorm1d(_ExplicitInstanceNorm, nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` with explicit parameters."""
+
+
+class ExplicitInstanceNorm2d(_ExplicitInstanceNorm, nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` with explicit parameters."""
+
+
+class ExplicitInstanceNorm3d(_ExplicitInstanceNorm, nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` with explicit parameters."""
+
+
 def mask_axis(parameter: Tensor, mask: Tensor, axis: int) -> Tensor:
     """Multiply ``parameter`` by ``mask`` along ``axis``, in the parameter's own dtype.
 
@@ -154,12 +184,17 @@ def mask_axis(parameter: Tensor, mask: Tensor, axis: int) -> Tensor:
 def reclass(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """Return ``module`` as an object of class ``kind`` that shares its parameters and buffers.
 
-    The given module is untouched; both objects refer to the same tensors.
+    The given module is untouched; both objects refer to the same tensors and child modules, in tables
+    of their own: what is registered, hooked or switched on one does not show on the other.
     """
-    twin = object.__new__(kind)
-    twin.__dict__.update(module.__dict__)
-    for table in ("_parameters", "_buffers", "_modules"):
-        twin.__dict__[table] = dict(module.__dict__[table])
-    return twin
+    made = object.__new__(kind)
+    made.__dict__.update(
+        (name, value.copy() if name.startswith("_") and isinstance(value, (dict, set)) else value)
+        for name, value in module.__dict__.items()
+    )
+    return made
 
 
+def twin(module: nn.Module) -> nn.Module:
+    """Return another object of the same class that shares parameters, buffers and child modules."""
+    return reclass(module, type(module))

@@ -6,18 +6,20 @@ worth pruning, what must change when its tensors have been sliced, how does Batc
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvTransposeNd
-from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from pdp_fx.ops import explicit
 
-Fold = Callable[[nn.Module, nn.Module], tuple[nn.Parameter, nn.Parameter]]
+Fold = Callable[[nn.Module, nn.Module], tuple[Tensor, Tensor]]
 Refresh = Callable[[nn.Module, int | None], None]
 
 
@@ -31,6 +33,8 @@ def _refresh_conv(module: nn.Module, inputs: int | None) -> None:
 
 def _refresh_transposed(module: nn.Module, inputs: int | None) -> None:
     conv = cast(nn.ConvTranspose2d, module)
+    if conv.groups > 1 and conv.groups == conv.in_channels:
+        conv.groups = conv.weight.shape[0]
     conv.in_channels, columns = conv.weight.shape[:2]
     conv.out_channels = columns * conv.groups
 
@@ -51,39 +55,30 @@ def _refresh_norm(module: nn.Module, inputs: int | None) -> None:
     norm.num_features = len(stored[0]) if stored else norm.num_features
 
 
-def _fold_conv(module: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
-    return _fold(module, norm, False)
+def _fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Every row of the weight makes one output channel."""
+    layer, (scale, shift) = cast(nn.Conv2d, module), _affine(norm)
+    weight = layer.weight * scale.reshape(-1, *[1] * (layer.weight.ndim - 1))
+    return weight, shift if layer.bias is None else shift + layer.bias * scale
 
 
-def _fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
-    return _fold(module, norm, True)
+def _fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """A weight (inputs, outputs / groups, ...) holds the outputs of a group in the rows of that group."""
+    layer, (scale, shift) = cast(nn.ConvTranspose2d, module), _affine(norm)
+    rows = scale.reshape(layer.groups, 1, -1).expand(-1, layer.in_channels // layer.groups, -1).flatten(0, 1)
+    weight = layer.weight * rows.reshape(*rows.shape, *[1] * (layer.weight.ndim - 2))
+    return weight, shift if layer.bias is None else shift + layer.bias * scale
 
 
-def _fold(module: nn.Module, norm: nn.Module, transpose: bool) -> tuple[nn.Parameter, nn.Parameter]:
-    conv, batch_norm = cast(nn.Conv2d, module), cast(Any, norm)
-    return fuse_conv_bn_weights(
-        conv.weight,
-        conv.bias,
-        batch_norm.running_mean,
-        batch_norm.running_var,
-        batch_norm.eps,
-        batch_norm.weight,
-        batch_norm.bias,
-        transpose,
-    )
-
-
-def _fold_linear(module: nn.Module, norm: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
-    linear, batch_norm = cast(nn.Linear, module), cast(Any, norm)
-    return fuse_linear_bn_weights(
-        linear.weight,
-        linear.bias,
-        batch_norm.running_mean,
-        batch_norm.running_var,
-        batch_norm.eps,
-        batch_norm.weight,
-        batch_norm.bias,
-    )
+def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """What BatchNorm does in eval mode: multiply by the first, add the second."""
+    stored = cast(nn.BatchNorm2d, norm)
+    mean, variance = cast(Tensor, stored.running_mean), cast(Tensor, stored.running_var)
+    scale = torch.rsqrt(variance + stored.eps)
+    if not stored.affine:
+        return scale, -mean * scale
+    scale = stored.weight * scale
+    return scale, stored.bias - mean * scale
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ class ModuleKind:
         prunable: whether ``weight`` is pruned unstructured or N:M.
         refresh: updates the module's sizes from its tensors and its number of input channels.
         fold: the weight and bias that also do the work of a BatchNorm after the module.
-        is_norm: whether the module is a BatchNorm that can be folded.
+        norm_ranks: of a BatchNorm, which can be folded, the numbers of axes that its input may have.
     """
 
     plain: type[nn.Module]
@@ -106,14 +101,14 @@ class ModuleKind:
     prunable: bool
     refresh: Refresh
     fold: Fold | None = None
-    is_norm: bool = False
+    norm_ranks: tuple[int, ...] = ()
 
 
 _BOTH = ("weight", "bias")
 _KINDS = (
-    ModuleKind(nn.Conv1d, explicit.ExplicitConv1d, _BOTH, True, _refresh_conv, _fold_conv),
-    ModuleKind(nn.Conv2d, explicit.ExplicitConv2d, _BOTH, True, _refresh_conv, _fold_conv),
-    ModuleKind(nn.Conv3d, explicit.ExplicitConv3d, _BOTH, True, _refresh_conv, _fold_conv),
+    ModuleKind(nn.Conv1d, explicit.ExplicitConv1d, _BOTH, True, _refresh_conv, _fold_rows),
+    ModuleKind(nn.Conv2d, explicit.ExplicitConv2d, _BOTH, True, _refresh_conv, _fold_rows),
+    ModuleKind(nn.Conv3d, explicit.ExplicitConv3d, _BOTH, True, _refresh_conv, _fold_rows),
     ModuleKind(
         nn.ConvTranspose1d, explicit.ExplicitConvTranspose1d, _BOTH, True, _refresh_transposed, _fold_transposed
     ),
@@ -123,17 +118,21 @@ _KINDS = (
     ModuleKind(
         nn.ConvTranspose3d, explicit.ExplicitConvTranspose3d, _BOTH, True, _refresh_transposed, _fold_transposed
     ),
-    ModuleKind(nn.Linear, explicit.ExplicitLinear, _BOTH, True, _refresh_linear, _fold_linear),
+    ModuleKind(nn.Linear, explicit.ExplicitLinear, _BOTH, True, _refresh_linear, _fold_rows),
     ModuleKind(nn.Embedding, explicit.ExplicitEmbedding, ("weight",), False, _refresh_embedding),
-    ModuleKind(nn.BatchNorm1d, explicit.ExplicitBatchNorm1d, _BOTH, False, _refresh_norm, is_norm=True),
-    ModuleKind(nn.BatchNorm2d, explicit.ExplicitBatchNorm2d, _BOTH, False, _refresh_norm, is_norm=True),
-    ModuleKind(nn.BatchNorm3d, explicit.ExplicitBatchNorm3d, _BOTH, False, _refresh_norm, is_norm=True),
+    ModuleKind(nn.InstanceNorm1d, explicit.ExplicitInstanceNorm1d, _BOTH, False, _refresh_norm),
+    ModuleKind(nn.InstanceNorm2d, explicit.ExplicitInstanceNorm2d, _BOTH, False, _refresh_norm),
+    ModuleKind(nn.InstanceNorm3d, explicit.ExplicitInstanceNorm3d, _BOTH, False, _refresh_norm),
+    ModuleKind(nn.BatchNorm1d, explicit.ExplicitBatchNorm1d, _BOTH, False, _refresh_norm, norm_ranks=(2, 3)),
+    ModuleKind(nn.BatchNorm2d, explicit.ExplicitBatchNorm2d, _BOTH, False, _refresh_norm, norm_ranks=(4,)),
+    ModuleKind(nn.BatchNorm3d, explicit.ExplicitBatchNorm3d, _BOTH, False, _refresh_norm, norm_ranks=(5,)),
 )
 _BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind in _KINDS}
 
 WEIGHT_ARGUMENTS: dict[Any, int] = {
     functional.conv1d: 1, functional.conv2d: 1, functional.conv3d: 1, functional.conv_transpose1d: 1,
-    functional.conv_transpose2d: 1, functional.conv_transpose3d: 1, functional.linear: 1,
+    functional.conv_transpose2d: 1, functional.conv_transpose3d: 1, functional.linear: 1, torch.addmm: 2,
+    torch.matmul: 1, torch.mm: 1, operator.matmul: 1, "matmul": 1, "mm": 1,
 }  # fmt: skip
 """Functions that use a weight, and which argument it is."""
 

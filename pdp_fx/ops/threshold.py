@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdp_fx.ops.select import kth_and_next, storage_order
+from pdp_fx.ops.select import as_numpy, kth_and_next_by_sort, order_statistics, storage_order
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -36,14 +36,20 @@ def threshold(weight: Tensor, count: Tensor) -> Tensor:
 @torch.library.custom_op("pdp_fx::threshold", mutates_args=())
 def _threshold(weight: Tensor, count: Tensor) -> Tensor:
     dtype = compute_dtype(weight.dtype)
-    pruned = count.clamp(0, weight.numel() - 1)
-    if pruned.device.type == "cpu" and int(pruned) == 0:
+    if weight.device.type != "cpu":
+        return _threshold_by_sort(weight, count, dtype)
+    pruned = min(int(count), weight.numel() - 1)
+    if pruned <= 0:
         return weight.new_full((), -math.inf, dtype=dtype)
-    flat = storage_order(weight)
-    magnitude = flat.abs() if flat.dtype == dtype else flat.to(dtype).abs_()
-    largest_pruned, smallest_kept = kth_and_next(magnitude, pruned)
-    halfway = 0.5 * largest_pruned + 0.5 * smallest_kept
-    return torch.where(pruned > 0, halfway, -math.inf)
+    largest_pruned, smallest_kept = order_statistics(as_numpy(storage_order(weight)), pruned)
+    return weight.new_full((), float(0.5 * largest_pruned + 0.5 * smallest_kept), dtype=dtype)
+
+
+def _threshold_by_sort(weight: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """Do the same in tensor operations only, so that a device is never waited for."""
+    pruned = count.clamp(0, weight.numel() - 1)
+    largest_pruned, smallest_kept = kth_and_next_by_sort(storage_order(weight).to(dtype).abs(), pruned)
+    return torch.where(pruned > 0, 0.5 * largest_pruned + 0.5 * smallest_kept, -math.inf)
 
 
 @_threshold.register_fake  # pyright: ignore[reportUnknownMemberType]

@@ -30,17 +30,19 @@ from pdp_fx.tracing.steps import (
     Value,
     is_data,
     is_ragged,
+    root,
 )
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
     as_base,
     children,
+    has_tensors,
     is_namedtuple,
     is_record,
     record_fields,
     tensors,
 )
-from pdp_fx.tracing.watch import Watch
+from pdp_fx.tracing.watch import Watch, storage_of
 
 
 class Recorder:
@@ -59,7 +61,10 @@ class Recorder:
         self.session = Session()
         self.steps: list[Step] = []
         self.scope = Scope("")
+        self.scopes = {self.scope}
         self.inside = False
+        self.failure: UnrecordableError | None = None
+        self._autocasts: dict[int, Step] = {}
         self.watch = Watch(tensor for _, tensor in named)
         self._calls: Counter[str] = Counter()
         self._values = WeakTensorKeyDictionary()
@@ -68,14 +73,39 @@ class Recorder:
         self._objects: dict[int, tuple[Any, Value, tuple[int, ...]]] = {}
         self._devices: dict[int, tuple[torch.device, Value]] = {}
 
-    def placeholder(self, name: str, example: Any, default: tuple[Any, ...] = ()) -> Step:
-        """Add an input of the model."""
+    def placeholder(self, name: str, example: Any, default: tuple[Any, ...] = ()) -> tuple[Step, Any]:
+        """Add an input of the model; returns its step and the example to run with."""
         step = Step("placeholder", name, default, {}, self.scope, "")
         self.steps.append(step)
         for tensor in tensors(example):
             self.watch.own(tensor)
-        self.adopt(example, step)
-        return step
+        return step, self.adopt(example, step)
+
+    def guarded(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Act for the model; a refusal is remembered even if the model catches the error."""
+        try:
+            return act(*args)
+        except UnrecordableError as err:
+            err.path = self.scope.path if err.path is None else err.path
+            self.failure = self.failure or err
+            raise
+
+    def enter_autocast(self, context: torch.autocast) -> None:
+        """Note that the model changes the autocast state."""
+        if self.inside:
+            return
+        dtype = context.fast_dtype if context._enabled else None
+        args = (context.device, dtype, context._enabled, context._cache_enabled)
+        step = self.step("call_function", torch.amp.autocast_mode._enter_autocast, args, {})
+        self.steps.append(step)
+        self._autocasts[id(context)] = step
+
+    def exit_autocast(self, context: torch.autocast) -> None:
+        """Note that the model puts the autocast state back."""
+        if not self.inside and id(context) in self._autocasts:
+            step = self.step("call_function", torch.amp.autocast_mode._exit_autocast, (), {})
+            step.args = (self._autocasts.pop(id(context)),)
+            self.steps.append(step)
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function and record it, unless it only looks at metadata."""
@@ -87,7 +117,7 @@ class Recorder:
         read = _READS.get(name)
         if read is not None and args and isinstance(args[0], torch.Tensor):
             return read(self, *args, **kwargs)
-        if name in functions.METADATA:
+        if name in functions.METADATA and not (name == "type" and len(args) > 1):
             return self.run(function, args, kwargs)
         return self._record_function(name, function, args, kwargs)
 
@@ -98,7 +128,7 @@ class Recorder:
         try:
             step = self.step(op, target, shown, kwargs)
         except UnrecordableError:
-            if any(tensors((args, kwargs))):
+            if has_tensors((args, kwargs)):
                 raise
             return self._constant_result(function, args, kwargs)
         operands = list(tensors((args, kwargs)))
@@ -107,7 +137,7 @@ class Recorder:
         changed = [t for t, before in zip(operands, versions, strict=True) if t._version != before]
         if functions.is_in_place(name) and operands and not changed:
             changed = operands[:1]
-        if not any(tensors(result)) and not changed:
+        if not has_tensors(result) and not changed:
             return self._number(name, result, step)
         return self._commit(step, result, changed)
 
@@ -135,7 +165,8 @@ class Recorder:
         if not path:
             return call(module, *args, **kwargs)
         if is_leaf(module) or path in self.opaque:
-            return self._leaf(path, module, call, args, kwargs)
+            with self._silent():
+                return self._leaf(path, module, call, args, kwargs)
         with self._entered(path):
             return call(module, *args, **kwargs)
 
@@ -143,14 +174,12 @@ class Recorder:
     def _entered(self, path: str) -> Iterator[None]:
         self._calls[path] += 1
         outer, self.scope = self.scope, Scope(path, self._calls[path], self.scope)
+        self.scopes.add(self.scope)
         before = generator_states()
         try:
             yield
             if generator_states() != before:
-                raise UnrecordableError("draws random numbers outside torch")
-        except UnrecordableError as err:
-            err.path = path if err.path is None else err.path
-            raise
+                raise UnrecordableError("draws random numbers outside torch", path)
         finally:
             self.scope = outer
 
@@ -167,6 +196,15 @@ class Recorder:
             raise UnrecordableError(f"gets a number from {path} that depends on numbers in a tensor")
         return self._commit(step, result, changed)
 
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        """What happens inside the block is not recorded."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
     def step(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step:
         """A step with its arguments written as values; not yet part of the recording."""
         encoded = tuple(self.encode(arg) for arg in args)
@@ -177,12 +215,8 @@ class Recorder:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], step: Step | None = None
     ) -> Any:
         """Call with plain numbers, unrecorded, noting in the step what the call did underneath."""
-        self.inside = True
-        try:
-            with self.watch.watching() as watch:
-                result = call(*_stripped(args), **_stripped(dict(kwargs)))
-        finally:
-            self.inside = False
+        with self._silent(), self.watch.watching() as watch:
+            result = call(*_stripped(args), **_stripped(dict(kwargs)))
         if step is not None:
             operands = [*_leaves(step.args), *_leaves(step.kwargs)]
             step.random = watch.random
@@ -192,14 +226,23 @@ class Recorder:
 
     def _commit(self, step: Step, result: Any, changed: list[torch.Tensor]) -> Any:
         self.steps.append(step)
-        step.mutates = bool(changed)
+        step.changes = tuple(self.value(tensor) for tensor in changed)
         step.observed = any(self._is_seen_elsewhere(tensor) for tensor in changed)
         if step.ragged and isinstance(result, tuple | list) and step.target in ("unbind", torch.unbind):
             raise UnrecordableError("loops over a tensor whose size depends on numbers")
         for tensor in changed:
+            self._note_change(tensor, step)
             if id(tensor) not in self.attributes and any(tensor is part for part in tensors(result)):
                 self._values[tensor] = step
         return self.adopt(result, step, changed)
+
+    def _note_change(self, tensor: torch.Tensor, step: Step) -> None:
+        """What is written into a tensor is also in its views, and in what it is a view of."""
+        for owner in (ref() for ref in self._aliases.get(storage_of(tensor), [])):
+            maker = root(self._values.get(owner)) if owner is not None else None
+            if maker is not None:
+                maker.data |= step.data
+                maker.ragged |= step.ragged
 
     def _is_seen_elsewhere(self, tensor: torch.Tensor) -> bool:
         if id(tensor) in self.attributes or id(tensor) in self._constants:
@@ -207,7 +250,7 @@ class Recorder:
         value = self._values.get(tensor)
         if isinstance(value, Step) and value.op == "placeholder":
             return True
-        owners = [ref() for ref in self._aliases.get(_storage(tensor), [])]
+        owners = [ref() for ref in self._aliases.get(storage_of(tensor), [])]
         return any(owner is not None and owner is not tensor for owner in owners)
 
     def adopt(self, result: Any, value: Value, changed: list[torch.Tensor] | None = None) -> Any:
@@ -219,7 +262,7 @@ class Recorder:
         if isinstance(result, torch.Tensor):
             return self._adopt_tensor(result, value, changed or [])
         parts = list(children(result)) if not isinstance(result, BASE_TYPES) else []
-        if not any(any(tensors(part)) for _, _, part in parts):
+        if not any(has_tensors(part) for _, _, part in parts):
             return result
         adopted: dict[Any, Any] = {}
         for kind, key, part in parts:
@@ -230,7 +273,9 @@ class Recorder:
                 result[key] = part
         elif type(result) is tuple:
             result = tuple(adopted.values())
-        self._objects[id(result)] = (result, value, _fingerprint(result))
+        maker = root(value)
+        if maker is not None and maker.op in ("placeholder", "call_module"):
+            self._objects[id(result)] = (result, value, _fingerprint(result))
         return result
 
     def _adopt_tensor(self, tensor: torch.Tensor, value: Value, changed: list[torch.Tensor]) -> torch.Tensor:
@@ -239,7 +284,7 @@ class Recorder:
         if tensor in self._values or id(tensor) in self.attributes or id(tensor) in self._constants:
             tensor = self.run(torch.Tensor.view_as, (tensor, tensor), {})
         self._values[tensor] = value
-        self._aliases.setdefault(_storage(tensor), []).append(TensorWeakRef(tensor))
+        self._aliases.setdefault(storage_of(tensor), []).append(TensorWeakRef(tensor))
         return tensor
 
     def value(self, tensor: torch.Tensor) -> Value:
@@ -335,10 +380,6 @@ def _getitem(container: Any, key: Any) -> Any:
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
     return tensor.device
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _fingerprint(container: Any) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def _name(target: str | Callable[..., Any]) -> Any:
         return target
     if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         try:
-            if pickle.loads(pickle.dumps(target)) is target:
+            if pickle.loads(pickle.dumps(target)) == target:
                 return target
         except (pickle.PicklingError, AttributeError, TypeError):
             pass

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from functools import cache
 from types import FrameType
 
@@ -27,3 +28,9 @@ def source_line() -> str:
     """The innermost line outside torch and pdp_fx as `file.py:line`, or an empty string."""
     frame = user_frame(sys._getframe(1))
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def source_of(err: BaseException) -> str:
+    """The innermost line outside torch and pdp_fx that an error came through, as `file.py:line`."""
+    lines = [f for f in traceback.extract_tb(err.__traceback__) if not _is_skipped(f.filename)]
+    return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else "no user code"

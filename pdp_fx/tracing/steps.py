@@ -38,7 +38,7 @@ class Step:
         source: the user's line, `file.py:line`.
         data: whether its numbers depend on inputs, parameters, buffers or chance, so that no branch may use them.
         ragged: whether its sizes depend on such numbers.
-        mutates: whether it changes a tensor in place.
+        changes: the values it changes in place.
         observed: whether somebody other than the users of its result sees that change.
         random: whether it drew random numbers.
         reason: for an opaque module, why it was not traced through.
@@ -52,7 +52,7 @@ class Step:
     source: str
     data: bool = True
     ragged: bool = False
-    mutates: bool = False
+    changes: "tuple[Value, ...]" = ()
     observed: bool = False
     random: bool = False
     reason: str = ""
@@ -91,20 +91,26 @@ class Recording:
     Attributes:
         steps: in order, the placeholders first.
         output: what the model returned, with values for what was computed.
+        scopes: the module calls that happened, also those without a step of their own.
     """
 
     steps: tuple[Step, ...]
     output: Any
+    scopes: frozenset[Scope]
 
 
 class UnrecordableError(Exception):
     """Raised while recording when the innermost module does something that a graph cannot hold.
 
     Attributes:
-        path: the module that has to stay opaque; set on the way out.
+        reason: what it does, as the end of a sentence that begins with the module.
+        path: the module that has to stay opaque.
     """
 
-    path: str | None = None
+    def __init__(self, reason: str, path: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.path = path
 
 
 def is_data(value: Any) -> bool:
@@ -121,3 +127,10 @@ def is_ragged(value: Any) -> bool:
     if isinstance(value, Step):
         return value.ragged
     return isinstance(value, Expr) and any(is_ragged(arg) for arg in value.args)
+
+
+def root(value: Any) -> Step | None:
+    """The step that a value is a part of, or None."""
+    while isinstance(value, Expr) and value.args:
+        value = value.args[0]
+    return value if isinstance(value, Step) else None

@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-Visit = Callable[[torch.Tensor], torch.Tensor]
 BASE_TYPES = (
     type(None),
     bool,
@@ -69,6 +68,11 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     yield from _tensors(value, set())
 
 
+def has_tensors(value: Any) -> bool:
+    """Whether there is a tensor in a structure."""
+    return next(tensors(value), None) is not None
+
+
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -81,11 +85,14 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def fresh_copy(value: Any) -> Any:
-    """A deep copy whose tensors are detached leaves, so that a run cannot change the original."""
-    memo: dict[int, Any] = {}
-    for tensor in tensors(value):
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return copy.deepcopy(value, memo)
+    """A deep copy whose tensors are detached leaves; a tensor that occurs twice becomes two."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if type(value) in (tuple, list):
+        return type(value)(fresh_copy(part) for part in value)
+    if type(value) is dict:
+        return {key: fresh_copy(part) for key, part in value.items()}
+    return copy.deepcopy(value, {id(tensor): fresh_copy(tensor) for tensor in tensors(value)})
 
 
 def as_base(value: Any) -> Any:

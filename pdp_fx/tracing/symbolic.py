@@ -3,10 +3,12 @@
 from typing import Any
 
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.leaves import is_leaf
-from pdp_fx.tracing.source import source_line
+from pdp_fx.tracing.source import source_line, source_of
+from pdp_fx.tracing.steps import Attribute, Recording, Scope, Step
 
 
 class SymbolicTracer(fx.Tracer):
@@ -25,32 +27,36 @@ class SymbolicTracer(fx.Tracer):
         return node
 
 
-def symbolic_graph(model: nn.Module) -> fx.Graph:
-    """Trace a model without running it.
+def symbolic_recording(model: nn.Module) -> Recording:
+    """What a model does in its current mode, as far as that can be told without running it.
 
     Raises:
-        TraceError: the model does something that only a run on example inputs can show.
+        TraceError: only a run on example inputs can tell.
     """
-    tracer = SymbolicTracer()
     try:
-        return tracer.trace(model)
+        graph = SymbolicTracer().trace(model)
     except Exception as err:
-        where = source_line_of(err)
         raise TraceError(
-            f"cannot trace {type(model).__name__} without example inputs ({where}: {err}); "
-            "pass example_inputs, a tensor, a tuple of positional or a dict of keyword arguments"
+            f"cannot trace {type(model).__name__} without example inputs: {err} ({source_of(err)}); "
+            "pass example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments"
         ) from err
+    values: dict[fx.Node, Any] = {}
+    scopes: dict[str, Scope] = {"": Scope("")}
 
+    def scope(path: str) -> Scope:
+        if path not in scopes:
+            scopes[path] = Scope(path, 1, scope(path.rpartition(".")[0]))
+        return scopes[path]
 
-def source_line_of(err: BaseException) -> str:
-    """The innermost line outside torch and pdp_fx that an error came through, as `file.py:line`."""
-    from pdp_fx.tracing import source
+    def values_in(args: Any) -> Any:
+        return map_arg(args, values.__getitem__)
 
-    found = ""
-    step = err.__traceback__
-    while step is not None:
-        name = step.tb_frame.f_code.co_filename
-        if not source._is_skipped(name):
-            found = f"{name.rpartition('/')[2]}:{step.tb_lineno}"
-        step = step.tb_next
-    return found
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            values[node] = Attribute(str(node.target))
+        elif node.op != "output":
+            args, kwargs = values_in(node.args), values_in(node.kwargs)
+            where = scope(node.meta["owner"])
+            values[node] = Step(node.op, node.target, args, kwargs, where, node.meta["source"])
+    steps = tuple(value for value in values.values() if isinstance(value, Step))
+    return Recording(steps, values_in(graph.output_node().args[0]), frozenset(scopes.values()))

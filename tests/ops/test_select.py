@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdp_fx.ops.select import (
-    SAMPLED_FROM,
-    kth_and_next,
+    BLOCK,
+    as_numpy,
     kth_and_next_by_sort,
+    order_statistics,
     smallest,
     smallest_by_cumsum,
     storage_order,
@@ -65,7 +66,7 @@ def test_indices_are_row_major_whatever_the_memory_format() -> None:
 
 
 def large_tensors() -> dict[str, Tensor]:
-    size = SAMPLED_FROM + 4321
+    size = BLOCK + 4321
     noise = torch.randn(size).abs()
     misleading = torch.rand(size)
     misleading[:: round(size ** (1 / 3))] += 5.0
@@ -88,7 +89,7 @@ def test_large_tensors_are_selected_exactly(name: str) -> None:
     size = magnitude.numel()
     ordered = magnitude.sort().values
     for count in (1, 2, 700, size // 2, int(0.9 * size), size - 700, size - 1):
-        kth, following = kth_and_next(magnitude, count)
+        kth, following = order_statistics(as_numpy(-magnitude), count)
         assert kth == ordered[count - 1]
         assert following == ordered[count]
         assert smallest(magnitude, count).equal(stable_reference(magnitude, count))
@@ -96,14 +97,15 @@ def test_large_tensors_are_selected_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [0, 1, 5, 11, 12, 13])
-def test_kth_and_next_clip_their_ranks_and_leave_the_input_alone(dtype: torch.dtype, count: int) -> None:
+def test_ranks_are_clipped_and_the_input_is_left_alone(dtype: torch.dtype, count: int) -> None:
     magnitude = with_ties((12,), dtype)
     before = magnitude.clone()
     ordered = magnitude.sort().values
     expected = ordered[max(min(count, 12) - 1, 0)], ordered[min(count, 11)]
-    for found in (kth_and_next(magnitude, count), kth_and_next_by_sort(magnitude, torch.tensor(count))):
-        assert found == expected
-        assert found[0].dtype == dtype
+    by_sort = kth_and_next_by_sort(magnitude, torch.tensor(count))
+    assert by_sort == expected
+    assert by_sort[0].dtype == dtype
+    assert order_statistics(as_numpy(magnitude), count) == expected
     assert magnitude.equal(before)
 
 

@@ -165,24 +165,37 @@ def test_a_compiled_step_agrees_with_the_eager_one() -> None:
     weight, count, inputs = layer(torch.float32), torch.tensor(300), torch.randn(2, 8, 5, 5)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     eager_loss, compiled_loss = loss(weight, count, inputs), compiled(weight, count, inputs)
-    assert compiled_loss.equal(eager_loss)
+    torch.testing.assert_close(compiled_loss, eager_loss, rtol=1e-6, atol=0)
     (eager_grad,) = torch.autograd.grad(eager_loss, weight)
     (compiled_grad,) = torch.autograd.grad(compiled_loss, weight)
-    torch.testing.assert_close(compiled_grad, eager_grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled_grad, eager_grad, rtol=1e-5, atol=1e-5)
 
 
-# opcheck itself reads .grad of a clone.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_custom_ops_are_well_formed(dtype: torch.dtype) -> None:
-    weight = layer(dtype).detach().to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tau_may_be_a_tensor(dtype: torch.dtype) -> None:
+    weight = layer(dtype)
+    t, upstream, tau = (
+        threshold(weight, torch.tensor(300)),
+        torch.randn_like(weight),
+        torch.tensor(TAU, dtype=torch.float64),
+    )
+    assert soft_mask(weight, t, tau).equal(soft_mask(weight, t, float(tau)))
+    (grad,) = torch.autograd.grad(soft_mask(weight, t, tau), weight, upstream)
+    assert grad.equal(gradient(weight, t, upstream))
+
+
+def test_the_gradient_has_a_gradient() -> None:
+    weight = layer()
     t = threshold(weight, torch.tensor(300))
-    grad = torch.randn(weight.shape).to(dtype)
-    torch.library.opcheck(torch.ops.pdp_fx.soft_mask.default, (weight.clone().requires_grad_(), t, TAU))
-    torch.library.opcheck(torch.ops.pdp_fx.soft_mask_backward.default, (grad, weight, t, TAU))
-    groups = group_view(weight, 4).detach().requires_grad_()
-    group_thresholds = groups.detach().float().abs().mean(2, keepdim=True)
-    torch.library.opcheck(torch.ops.pdp_fx.soft_mask.default, (groups, group_thresholds, TAU))
+
+    def slope(weight: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(soft_mask(weight, t, TAU).sum(), weight, create_graph=True)
+        return grad
+
+    torch.testing.assert_close(
+        slope(weight), gradient(weight, t, torch.ones_like(weight)), rtol=1e-12, atol=0
+    )
+    torch.autograd.gradcheck(slope, (weight,), eps=1e-8, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

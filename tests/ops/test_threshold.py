@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdp_fx.ops.select import SAMPLED_FROM
+from pdp_fx.ops.select import BLOCK
 from pdp_fx.ops.threshold import compute_dtype, threshold
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,9 +41,9 @@ def test_equal_weights_have_their_own_magnitude_as_threshold() -> None:
     assert threshold(torch.tensor([-0.3, 0.3, 0.3, -0.3]), torch.tensor(2)) == torch.tensor(0.3)
 
 
-@pytest.mark.parametrize("count", [1, 6553, 59000, SAMPLED_FROM + 511])
+@pytest.mark.parametrize("count", [1, 6553, 59000, BLOCK + 511])
 def test_large_layers_are_exact_in_every_memory_format(count: int) -> None:
-    weight = torch.randn(SAMPLED_FROM // 512 + 1, 64, 2, 4)
+    weight = torch.randn(BLOCK // 512 + 1, 64, 2, 4)
     expected = halfway(weight, count)
     for stored in (weight, weight.to(memory_format=torch.channels_last), weight.transpose(0, 1)):
         before = stored.clone()

@@ -1,0 +1,86 @@
+"""Write eval mode into the graph: the converted model has no other.
+
+A traced graph follows ``.train()``: it reads the training flag of a module, picks one of two values
+by it, and calls some functions in one mode only. In eval mode all of that is known.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.tracing.modes import When
+
+
+@dataclass(frozen=True)
+class FixMode(Pass):
+    """Leaves a graph in which nothing depends on training flags."""
+
+    name: ClassVar[str] = "fix-mode"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        gm.eval()
+        known: dict[fx.Node, Any] = {}
+        for node in gm.graph.nodes:
+            _substitute(node, known)
+            if _is_flag(gm, node):
+                known[node] = False
+            elif node.target is operator.not_ and isinstance(node.args[0], bool):
+                known[node] = not node.args[0]
+            elif node.target is operator.getitem and isinstance(node.args[0], tuple):
+                known[node] = node.args[0][node.args[1]]
+            elif isinstance(node.target, When) and not node.args[0]:
+                known[node] = None
+        calls = [node for node in gm.graph.nodes if isinstance(node.target, When) and node not in known]
+        for node in calls:
+            _call_plainly(node, node.target.function)
+        for node in reversed(known):
+            _erase(gm.graph, node, known)
+        return bool(known or calls)
+
+
+def _substitute(node: fx.Node, known: dict[fx.Node, Any]) -> None:
+    """Give ``node`` the values of known nodes in their place."""
+    if not any(source in known for source in node.all_input_nodes):
+        return
+
+    def value(leaf: Any) -> Any:
+        return known.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
+
+    node.args, node.kwargs = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
+
+
+def _is_flag(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether ``node`` reads the training flag of a module."""
+    if node.target is not getattr or node.args[1] != "training" or not isinstance(node.args[0], fx.Node):
+        return False
+    owner = node.args[0]
+    return owner.op == "get_attr" and isinstance(gm.get_submodule(str(owner.target)), nn.Module)
+
+
+def _call_plainly(node: fx.Node, function: Any) -> None:
+    """Turn a call that had a condition into one without."""
+    node.target, node.args = function, node.args[1:]
+    if function is operator.call:
+        module, *args = node.args
+        node.op, node.target, node.args = "call_module", module.target, tuple(args)
+
+
+def _erase(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, Any]) -> None:
+    """Erase ``node``, and what nobody but it has used; known nodes come in their turn."""
+    operands = node.all_input_nodes
+    graph.erase_node(node)
+    for operand in operands:
+        kept = operand.users or operand in known or operand.op == "placeholder"
+        if not kept and not operand.is_impure() and not _acts_in_place(operand):
+            _erase(graph, operand, known)
+
+
+def _acts_in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")

@@ -1,0 +1,136 @@
+"""Batched products and attention.
+
+A batched product contracts two activations. Where channels lie along both a batch axis and a
+matrix axis (heads and the dimensions inside a head), whole heads are kept or dropped: the labels
+are tied along the matrix axis.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdp_fx.channels.flow import Call, LabelFlow, rule
+from pdp_fx.channels.labels import Layer, compress
+from pdp_fx.channels.rules_compute import along, consume
+
+aten = torch.ops.aten
+
+
+def heads_first(tensor: Tensor, heads: int, flow: LabelFlow) -> list[Layer]:
+    """The layers of ``tensor``; those along the axis ``heads`` and another one become whole heads."""
+    why = "these channels lie along two axes of a matrix"
+    layers: list[Layer] = []
+    for layer in flow.layers(tensor):
+        keep = {heads} if heads in layer.support else {min(layer.support)}
+        moved = flow.without(layer, layer.support - keep, why)
+        if moved is not None:
+            layers.append(moved)
+    return layers
+
+
+def _vector(layer: Layer | None) -> Layer | None:
+    return None if layer is None else Layer(layer.ids.reshape(-1), layer.zero.reshape(-1), (layer,))
+
+
+@rule(aten.bmm, aten.baddbmm)
+def batched_product(call: Call, flow: LabelFlow) -> None:
+    """(B, n, k) times (B, k, m): batch labels agree, k is contracted, n and m stay."""
+    added = call.args[0] if call.func.overloadpacket is aten.baddbmm else None
+    left_tensor, right_tensor = call.args[-2:] if added is None else call.args[1:3]
+    left, right = (heads_first(tensor, 0, flow) for tensor in (left_tensor, right_tensor))
+    consume(_vector(along(left, 2)), _vector(along(right, 1)), flow)
+    layers = [layer for layer in (along(left, 1), along(right, 2)) if layer is not None]
+    batch = _batch_layer(along(left, 0), along(right, 0), flow)
+    if batch is not None:
+        layers.append(batch)
+    if added is not None:
+        flow.freeze_all([added], "it is added to a batched product")
+        layers = [Layer(layer.ids, torch.zeros_like(layer.zero), (layer,)) for layer in layers]
+    flow.put(call.result, layers)
+
+
+def _batch_layer(left: Layer | None, right: Layer | None, flow: LabelFlow) -> Layer | None:
+    """A product of slices vanishes with either of them."""
+    if left is None or right is None:
+        known = left or right
+        if known is not None:
+            flow.freeze(known.ids, "a batched product joins these channels with values that have none")
+        return None
+    flow.tie(left.ids, right.ids)
+    source = left if left.all_zero else right
+    return Layer(left.ids, left.zero | right.zero, (source,) if source.all_zero else (left, right))
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_attention_math, aten._scaled_dot_product_fused_attention_overrideable,
+)  # fmt: skip
+def attention(call: Call, flow: LabelFlow) -> None:
+    """Heads of q, k and v go together; the dimensions that q and k share set the scale and stay."""
+    result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
+    head, token, inner = (result.ndim - 3, result.ndim - 2, result.ndim - 1)
+    query, key, value = (heads_first(tensor, head, flow) for tensor in call.args[:3])
+    for name, layers, stays in (("query", query, {head, token}), ("key", key, {head}), ("value", value, {head, inner})):
+        for layer in layers:
+            if not layer.support <= stays:
+                flow.freeze(layer.ids, f"attention contracts this axis of its {name}")
+    heads = [_repeated(along(layers, head), result.shape[head]) for layers in (query, key, value)]
+    known = [layer for layer in heads if layer is not None]
+    if known and len(known) < 3:
+        for layer in known:
+            flow.freeze(layer.ids, "attention joins these heads with values that have none")
+        heads = [None, None, None]
+    kept: list[Layer] = []
+    if heads[2] is not None:
+        for layer in known:
+            flow.tie(layer.ids, heads[2].ids)
+        kept.append(heads[2])
+    for mask in [tensor for tensor in call.tensors()[3:]]:
+        _tie_mask(mask, head, heads[2], flow)
+    inside, tokens = along(value, inner), along(query, token)
+    kept += [layer for layer in (inside,) if layer is not None]
+    kept += [Layer(t.ids, torch.zeros_like(t.zero), (t,)) for t in (tokens,) if t is not None]
+    flow.put(result, kept)
+
+
+def _repeated(layer: Layer | None, heads: int) -> Layer | None:
+    """Heads of a key or value shared by several query heads, one label for each query head."""
+    if layer is None:
+        return None
+    axis = next(iter(layer.support))
+    times = heads // layer.ids.shape[axis]
+    if times == 1:
+        return layer
+    ids, zero = layer.ids.repeat_interleave(times, axis), layer.zero.repeat_interleave(times, axis)
+    return Layer(ids, zero, (layer,))
+
+
+def _tie_mask(mask: Tensor, head: int, heads: Layer | None, flow: LabelFlow) -> None:
+    """An attention mask with an axis of heads loses the same heads."""
+    for layer in flow.layers(mask):
+        if layer.support == {head} and heads is not None:
+            flow.tie(layer.ids, heads.ids)
+        else:
+            flow.freeze(layer.ids, "it lies along an axis of an attention mask")
+    missing = heads is not None and mask.ndim > head and mask.shape[head] > 1
+    if missing and not any(layer.support == {head} for layer in flow.layers(mask)):
+        flow.freeze(heads.ids, "attention adds a mask with values for every head")
+
+
+@rule(aten.glu)
+def glu(call: Call, flow: LabelFlow) -> None:
+    """The two halves of a gated unit go together; the gated half decides what is 0."""
+    source = call.args[0]
+    axis = int(call.argument(1, "dim", -1)) % source.ndim
+    kept: list[Layer] = []
+    for layer in flow.layers(source):
+        if axis not in layer.support:
+            kept.append(Layer(layer.ids, layer.zero, (layer,)))
+            continue
+        value, gate = layer.ids.chunk(2, axis)
+        flow.tie(value, gate)
+        ids, zero = compress(value, layer.zero.chunk(2, axis)[0])
+        kept.append(Layer(ids, zero, (layer,)))
+    flow.put(call.result, kept)

@@ -1,0 +1,63 @@
+"""The example inputs of a model, and runs on them that leave no trace.
+
+A model may write to its inputs and buffers, draw random numbers, or follow the mode it is in. Runs on
+example inputs are for our own knowledge, so each starts from the same state and numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from pdp_fx.channels.flow import evaluating
+from pdp_fx.trace import ExampleInputs
+from pdp_fx.tracing.inputs import ExampleCall, example_call
+from pdp_fx.tracing.preserve import preserved
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+def normalised(given: ExampleInputs | None) -> Inputs | None:
+    """Example inputs as positional and keyword arguments with tensors of their own; None stays None.
+
+    Raises:
+        TraceError: they are neither a tensor, a tuple nor a mapping.
+    """
+    if given is None:
+        return None
+    call = example_call(given)
+    return fresh((call.args, dict(call.kwargs)))
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """The same inputs with tensors that nobody else holds."""
+    call = ExampleCall(*inputs).fresh()
+    return call.args, dict(call.kwargs)
+
+
+def matching(inputs: Inputs, model: nn.Module) -> Inputs:
+    """The inputs on the device and in the floating-point dtype of the model as it is now."""
+    reference = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if reference is None:
+        return inputs
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(reference.device, reference.dtype if leaf.is_floating_point() else leaf.dtype)
+
+    return tree_map(cast, inputs)
+
+
+@contextlib.contextmanager
+def trial(gm: fx.GraphModule) -> Iterator[None]:
+    """Run things in eval mode and with fixed random numbers; ``gm`` is put back as it was."""
+    with preserved(gm), evaluating(gm), torch.no_grad():
+        torch.manual_seed(0)
+        yield

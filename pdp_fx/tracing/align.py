@@ -1,0 +1,64 @@
+"""Laying the recordings of the two modes side by side."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from pdp_fx.tracing.steps import Recording, Scope, Step
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step as it is in eval mode, in train mode, or in both."""
+
+    in_eval: Step | None
+    in_train: Step | None
+
+    @property
+    def only(self) -> Step | None:
+        """The step, if it happens in one mode only."""
+        if self.in_eval is not None and self.in_train is not None:
+            return None
+        return self.in_eval or self.in_train
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Both recordings in one order that respects the order of each."""
+
+    pairs: tuple[Pair, ...]
+    eval_scopes: frozenset[Scope]
+    train_scopes: frozenset[Scope]
+
+    def owner(self, pair: Pair) -> str:
+        """The module that decides whether a step of one mode happens: the innermost that is called in both modes."""
+        step = pair.only
+        scope = None if step is None else step.scope
+        other = self.train_scopes if pair.in_train is None else self.eval_scopes
+        while scope is not None and scope not in other:
+            scope = scope.parent
+        return "" if scope is None else scope.path
+
+
+def align(in_eval: Recording, in_train: Recording) -> Alignment:
+    """Pair the steps of two recordings of one model."""
+    left, right = in_eval.steps, in_train.steps
+    pairs: list[Pair] = []
+    for tag, i, i_end, j, j_end in _opcodes([_key(s) for s in left], [_key(s) for s in right]):
+        if tag == "equal":
+            pairs += [Pair(a, b) for a, b in zip(left[i:i_end], right[j:j_end], strict=True)]
+            continue
+        pairs += [Pair(a, None) for a in left[i:i_end]]
+        pairs += [Pair(None, b) for b in right[j:j_end]]
+    return Alignment(tuple(pairs), in_eval.scopes, in_train.scopes)
+
+
+def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[str, int, int, int, int]]:
+    if left == right:
+        return [("equal", 0, len(left), 0, len(right))]
+    return SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
+
+
+def _key(step: Step) -> Hashable:
+    target = step.target if isinstance(step.target, str) else id(step.target)
+    return step.op, target, step.scope, len(step.args), tuple(step.kwargs)

@@ -1,0 +1,143 @@
+"""Writing one graph from the recordings of both modes.
+
+A step that both modes share becomes one node. Where its arguments differ, `operator.getitem((in_eval, in_train),
+training)` picks one; a flag that is False in eval and True in train becomes the training flag itself. A step of one
+mode only runs in both if that can harm nothing, since its result is then simply not picked; if it draws random
+numbers, changes a tensor or needs the result of such a step, it is wrapped in `When`.
+"""
+
+from typing import Any
+
+from torch import fx, nn
+
+from pdp_fx.tracing.align import Alignment, Pair
+from pdp_fx.tracing.functions import kept_alive
+from pdp_fx.tracing.steps import Attribute, Constant, Expr, Recording, Step, root
+from pdp_fx.tracing.structure import is_namedtuple
+from pdp_fx.tracing.writer import Gate, Writer
+
+
+def write_graph(
+    tree: nn.Module, alignment: Alignment, in_eval: Recording, in_train: Recording, gate_all: bool
+) -> tuple[fx.Graph, set[fx.Node]]:
+    """The graph of both recordings, and the nodes that have to stay even if nobody uses them.
+
+    Args:
+        tree: the modules of the graph module to be; constants and the root's training flag are added to it.
+        alignment: the steps of both, side by side.
+        in_eval: the recording in eval mode.
+        in_train: the recording in training mode.
+        gate_all: run no step in a mode it was not recorded in, harmless or not.
+    """
+    merge = _Merge(Writer(tree), alignment, gate_all)
+    for pair in alignment.pairs:
+        merge.add(pair)
+    merge.output(in_eval.output, in_train.output)
+    return merge.writer.graph, merge.writer.protected
+
+
+class _Merge:
+    """The graph so far, and the node of each step."""
+
+    def __init__(self, writer: Writer, alignment: Alignment, gate_all: bool) -> None:
+        self.writer = writer
+        self.alignment = alignment
+        self.gate_all = gate_all
+        self._nodes: dict[tuple[bool, Step], fx.Node] = {}
+        self._single: set[tuple[bool, Step | None]] = set()
+
+    def add(self, pair: Pair) -> None:
+        """Write the next step."""
+        if pair.in_eval is not None and pair.in_train is not None:
+            self._add_shared(pair.in_eval, pair.in_train)
+        elif pair.in_eval is not None:
+            self._add_single(pair.in_eval, False, self.alignment.owner(pair))
+        elif pair.in_train is not None:
+            self._add_single(pair.in_train, True, self.alignment.owner(pair))
+
+    def output(self, in_eval: Any, in_train: Any) -> None:
+        """Write what the model returns."""
+        self.writer.at("", "")
+        self.writer.graph.output(self._join(self._lower(in_eval, False), self._lower(in_train, True), ""))
+
+    def _add_shared(self, in_eval: Step, in_train: Step) -> None:
+        owner = in_eval.scope.path
+        self.writer.at(owner, in_eval.source)
+        args = self._join(self._lower(in_eval.args, False), self._lower(in_train.args, True), owner)
+        kwargs = self._join(self._lower(in_eval.kwargs, False), self._lower(in_train.kwargs, True), owner)
+        step = in_train if in_train.observed or in_train.random else in_eval
+        self._nodes[False, in_eval] = self._nodes[True, in_train] = self.writer.step(step, args, kwargs)
+
+    def _add_single(self, step: Step, training: bool, owner: str) -> None:
+        self.writer.at(step.scope.path, step.source)
+        args, kwargs = self._lower(step.args, training), self._lower(step.kwargs, training)
+        own = all((training, root(value)) in self._single for value in step.changes)
+        harmless = own and self.writer.is_harmless(step, training) and not self.gate_all
+        gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(owner, training)
+        self._single.add((training, step))
+        self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
+
+    def _lower(self, tree: Any, training: bool) -> Any:
+        """The arguments with nodes in the place of values."""
+        if isinstance(tree, Step):
+            return self._nodes[training, tree]
+        if isinstance(tree, Attribute):
+            return self.writer.attribute(tree.path)
+        if isinstance(tree, Constant):
+            return self.writer.constant(tree.tensor)
+        if isinstance(tree, Expr):
+            args, kwargs = self._lower(tree.args, training), self._lower(tree.kwargs, training)
+            return self.writer.expression(tree.call, args, kwargs)
+        if isinstance(tree, slice):
+            return slice(*(self._lower(part, training) for part in (tree.start, tree.stop, tree.step)))
+        return self._lower_container(tree, training)
+
+    def _lower_container(self, tree: Any, training: bool) -> Any:
+        if is_namedtuple(tree):
+            return type(tree)(*(self._lower(part, training) for part in tree))
+        if isinstance(tree, tuple):
+            return tuple(self._lower(part, training) for part in tree)
+        if isinstance(tree, list):
+            return [self._lower(part, training) for part in tree]
+        if isinstance(tree, dict):
+            return {key: self._lower(part, training) for key, part in tree.items()}
+        return tree
+
+    def _join(self, in_eval: Any, in_train: Any, owner: str) -> Any:
+        """One argument out of what it is in each mode."""
+        if _same(in_eval, in_train):
+            return in_eval
+        if type(in_eval) is not type(in_train):
+            return self.writer.pick(in_eval, in_train, owner)
+        if isinstance(in_eval, dict) and list(in_eval) == list(in_train):
+            return {key: self._join(in_eval[key], in_train[key], owner) for key in in_eval}
+        if isinstance(in_eval, tuple | list) and len(in_eval) == len(in_train):
+            parts = [self._join(a, b, owner) for a, b in zip(in_eval, in_train, strict=True)]
+            return type(in_eval)(*parts) if is_namedtuple(in_eval) else type(in_eval)(parts)
+        return self.writer.pick(in_eval, in_train, owner)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, slice):
+        return _same((one.start, one.stop, one.step), (other.start, other.stop, other.step))
+    return one is other or one == other or (one != one and other != other)
+
+
+def without_dead_code(graph: fx.Graph, protected: set[fx.Node]) -> None:
+    """Remove nodes nobody uses, and make those that have to stay look like it to later passes.
+
+    Args:
+        graph: the graph, owned by its module; changed.
+        protected: nodes that change a tensor somebody else sees, or draw random numbers.
+    """
+    graph.eliminate_dead_code(lambda node: node in protected or node.is_impure())
+    for node in protected:
+        function = kept_alive(node.target) if node.op == "call_method" else None
+        if function is not None and not node.users:
+            node.op, node.target = "call_function", function

@@ -1,0 +1,89 @@
+"""Listening to a model while it runs, and telling a recorder."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.tracing.steps import UnrecordableError
+
+
+class _Listener(TorchFunctionMode):
+    """Tells the recorder of every torch function."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.recorder.inside:
+            return func(*args, **(kwargs or {}))
+        return self.recorder.guarded(self.recorder.function, func, args, kwargs or {})
+
+
+@contextmanager
+def listening(recorder: Recorder) -> Iterator[None]:
+    """Let the recorder know all that models do inside the block."""
+    call = nn.Module.__call__
+    apply = inspect.getattr_static(torch.autograd.Function, "apply")
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if recorder.inside:
+            return call(module, *args, **kwargs)
+        return recorder.guarded(recorder.module, module, call, args, kwargs)
+
+    def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.inside:
+            return apply.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:
+            return args[0](*args[2:])
+        return recorder.guarded(_refuse_autograd_function, cls)
+
+    def autocast_enter(self: torch.autocast) -> Any:
+        recorder.enter_autocast(self)
+        return enter(self)
+
+    def autocast_exit(self: torch.autocast, *args: Any) -> Any:
+        recorder.exit_autocast(self)
+        return leave(self, *args)
+
+    with (
+        _replaced(nn.Module, "__call__", module_call),
+        _replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
+        _replaced(torch.autocast, "__enter__", autocast_enter),
+        _replaced(torch.autocast, "__exit__", autocast_exit),
+        recorder.watch,
+        _Listener(recorder),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: object) -> Iterator[None]:
+    inherited = name not in vars(owner)
+    before = inspect.getattr_static(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _refuse_autograd_function(cls: type) -> None:
+    raise UnrecordableError(f"uses the autograd function {cls.__name__}")

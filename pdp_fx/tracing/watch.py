@@ -1,0 +1,101 @@
+"""Watching the aten operations of a run.
+
+Torch functions are what a recording is made of, but some code never calls one: TorchScript functions, C++ extensions,
+constructors like `torch.Tensor(3)`. Their aten operations are seen here, so that a tensor made by them is not taken
+for a constant. The same look tells whether a call drew random numbers or gave a result whose size depends on numbers.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Custom operators carry no tags; these are known to give sizes that follow from the sizes of their arguments.
+_REGULAR_CUSTOM = frozenset(
+    "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward".split()
+)
+
+
+class Watch(TorchDispatchMode):
+    """Notes which storages come from this run, and what the current call does.
+
+    Args:
+        owned: tensors of the model; a tensor of unknown origin that shares memory with them is not a constant.
+
+    Attributes:
+        random: whether the current call changed the state of a generator.
+        ragged: whether it gave a size that depends on numbers.
+        read_numbers: whether it read a number out of a tensor.
+    """
+
+    def __init__(self, owned: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.random = False
+        self.ragged = False
+        self.read_numbers = False
+        self._ours: set[int] = set()
+        for tensor in owned:
+            self.own(tensor)
+
+    def own(self, tensor: torch.Tensor) -> None:
+        """Take the storage of a tensor for one of the run."""
+        self._ours.add(storage_of(tensor))
+
+    def is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor belongs to the model or was allocated in this run."""
+        return storage_of(tensor) in self._ours
+
+    @contextmanager
+    def watching(self) -> Iterator["Watch"]:
+        """Watch one call: the attributes tell about it afterwards."""
+        self.random = self.ragged = self.read_numbers = False
+        state = torch.default_generator.get_state()
+        yield self
+        self.random = self.random or not torch.equal(state, torch.default_generator.get_state())
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._note(func, args, kwargs or {})
+
+    def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result: Any = func(*args, **kwargs)
+        self.ragged = self.ragged or _is_ragged(func, args)
+        self.read_numbers = self.read_numbers or func is torch.ops.aten._local_scalar_dense.default
+        if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
+            self.random = True
+        mine = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+        self._ours |= {storage_of(tensor) for tensor in _tensors(result)} - mine
+        return result
+
+
+def _is_ragged(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    if func.namespace not in ("aten", "prims"):
+        return func._opname not in _REGULAR_CUSTOM
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func._opname == "index":
+        return any(index.dtype in (torch.bool, torch.uint8) for index in args[1] if index is not None)
+    return True
+
+
+def _on_accelerator(result: Any) -> bool:
+    return any(tensor.device.type != "cpu" for tensor in _tensors(result))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of the memory of a tensor."""
+    return tensor.untyped_storage()._cdata
+

@@ -1,0 +1,189 @@
+"""Writing nodes: attributes, constants and expressions once each, flags, and steps with or without a gate.
+
+Expressions are written right behind the node they are about, however late they are needed, so that every node has one
+place whichever mode asked for it first.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from pdp_fx.tracing.modes import When
+from pdp_fx.tracing.steps import Step
+
+_DRAWS_IN_TRAINING = (_DropoutNd, nn.RNNBase, nn.RReLU, nn.MultiheadAttention)
+_ALWAYS_DRAWS = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_CHANGES_STATE = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+    torch._assert,
+)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A condition for a step: that a module is, or is not, in training mode."""
+
+    owner: str
+    training: bool
+
+
+class Writer:
+    """A graph being written.
+
+    Args:
+        tree: the modules of the graph module to be; constants and the root's training flag are added to it.
+    """
+
+    def __init__(self, tree: nn.Module) -> None:
+        self.tree = tree
+        self.graph = fx.Graph()
+        self.protected: set[fx.Node] = set()
+        self._meta: dict[str, str] = {}
+        self._attributes: dict[str, fx.Node] = {}
+        self._constants: list[tuple[torch.Tensor, str]] = []
+        self._expressions: dict[Any, fx.Node] = {}
+        self._tails: dict[fx.Node, fx.Node] = {}
+        self._gates: dict[fx.Node, Gate] = {}
+        self._root_mode = ""
+
+    def at(self, owner: str, source: str) -> None:
+        """Say which module and which line the next nodes come from."""
+        self._meta = {"owner": owner, "source": source}
+
+    def step(self, step: Step, args: Any, kwargs: Any, gate: Gate | None = None) -> fx.Node:
+        """Write a step."""
+        if gate is not None:
+            node = self._gated(step.op, step.target, args, kwargs, gate)
+        else:
+            node = self._node(step.op, step.target, args, kwargs)
+        if step.reason:
+            node.meta["opaque"] = step.reason
+        if step.observed or step.random:
+            self.protected.add(node)
+        return node
+
+    def attribute(self, path: str) -> fx.Node:
+        """A parameter, a buffer or a module."""
+        if path not in self._attributes:
+            self._attributes[path] = self._node("get_attr", path, (), {})
+        return self._attributes[path]
+
+    def constant(self, tensor: torch.Tensor) -> fx.Node:
+        """A tensor that becomes a buffer of the graph module, outside its state dict."""
+        for known, name in self._constants:
+            if known is tensor or _equal(known, tensor):
+                return self.attribute(name)
+        name = self._free_name("_tensor_constant")
+        self.tree.register_buffer(name, tensor, persistent=False)
+        self._constants.append((tensor, name))
+        return self.attribute(name)
+
+    def expression(self, call: str | Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        """A call without side effects, right behind the last of its operands."""
+        key = (call, _hashable(args), _hashable(kwargs))
+        if key not in self._expressions:
+            self._expressions[key] = self._hoisted(call, args, kwargs)
+        return self._expressions[key]
+
+    def _hoisted(self, call: str | Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        operands = _nodes((args, kwargs))
+        op = "call_method" if isinstance(call, str) else "call_function"
+        gate = self.gate_of(operands)
+        if not operands or gate is not None:
+            return self._gated(op, call, args, kwargs, gate) if gate else self._node(op, call, args, kwargs)
+        anchor = max(operands)
+        if anchor.op == "placeholder":
+            anchor = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(self._tails.get(anchor, anchor)):
+            node = self._tails[anchor] = self._node(op, call, args, kwargs)
+        return node
+
+    def flag(self, owner: str) -> fx.Node:
+        """Whether a module is in training mode."""
+        return self.expression(getattr, (self.attribute(owner or self._root_flag()), "training"), {})
+
+    def pick(self, in_eval: Any, in_train: Any, owner: str) -> fx.Node:
+        """One value in eval mode, another in training mode."""
+        flag = self.flag(owner)
+        if in_eval is False and in_train is True:
+            return flag
+        if in_eval is True and in_train is False:
+            return self.expression(operator.not_, (flag,), {})
+        key = ("pick", _hashable((in_eval, in_train)), flag)
+        if key not in self._expressions:
+            choice = ((in_eval, in_train), flag)
+            self._expressions[key] = self._node("call_function", operator.getitem, choice, {})
+        return self._expressions[key]
+
+    def gate_of(self, args: Any) -> Gate | None:
+        """The gate behind an argument, if one of them exists in one mode only."""
+        return next((self._gates[node] for node in _nodes(args) if node in self._gates), None)
+
+    def is_harmless(self, step: Step, training: bool) -> bool:
+        """Whether a step of one mode (training or not) may also run in the other."""
+        if step.observed or step.target in _CHANGES_STATE:
+            return False
+        if step.op != "call_module":
+            return not step.random
+        module = self.tree.get_submodule(str(step.target))
+        if step.reason or isinstance(module, _ALWAYS_DRAWS):
+            return False
+        return training or not (isinstance(module, _DRAWS_IN_TRAINING) or any(True for _ in module.buffers()))
+
+    def _gated(self, op: str, target: Any, args: Any, kwargs: Any, gate: Gate) -> fx.Node:
+        if op == "call_module":
+            target, args = operator.call, (self.attribute(target), *args)
+        elif op == "call_method":
+            target = getattr(torch.Tensor, target)
+        flag = self.flag(gate.owner)
+        if not gate.training:
+            flag = self.expression(operator.not_, (flag,), {})
+        node = self._node("call_function", When(target), (flag, *args), kwargs)
+        self._gates[node] = gate
+        return node
+
+    def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        node = self.graph.create_node(op, target, tuple(args), dict(kwargs))
+        node.meta.update(self._meta)
+        return node
+
+    def _root_flag(self) -> str:
+        if not self._root_mode:
+            self._root_mode = self._free_name("mode", numbered=False)
+            self.tree.add_module(self._root_mode, nn.Identity().train(self.tree.training))
+        return self._root_mode
+
+    def _free_name(self, stem: str, numbered: bool = True) -> str:
+        name, number = (f"{stem}0" if numbered else stem), 0
+        while hasattr(self.tree, name):
+            number += 1
+            name = f"{stem}{number}"
+        return name
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same_kind = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return same_kind and not (one.requires_grad or other.requires_grad) and torch.equal(one, other)
+
+
+def _nodes(args: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(args, found.append)
+    return found
+
+
+def _hashable(arg: Any) -> Any:
+    if isinstance(arg, tuple | list):
+        return type(arg).__name__, tuple(_hashable(part) for part in arg)
+    if isinstance(arg, dict):
+        return "dict", tuple((key, _hashable(part)) for key, part in arg.items())
+    if isinstance(arg, slice):
+        return "slice", _hashable((arg.start, arg.stop, arg.step))
+    return type(arg), repr(arg) if isinstance(arg, float) else arg

@@ -1,0 +1,140 @@
+"""The one check that every net must pass: what is converted computes what was prepared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+import pdp_fx
+from pdp_fx import Channels, PruneSpec, Schedule
+from pdp_fx.pruner import find
+from pdp_fx.spec import Allocation
+
+ROUNDING = 1e-14
+"""What another order of additions does to a float64 output, as when a matrix lies elsewhere in memory."""
+
+EXACT = 1e-9
+"""Largest difference of float64 outputs, relative to their scale: a wrong index can do as little as 6e-8."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run has shown: output channels removed over all weights, and why others stay."""
+
+    removed: int
+    reasons: tuple[str, ...]
+
+
+def randomise(model: nn.Module) -> None:
+    """Give every vector of a model values that matter: scales, shifts, running statistics."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.ndim > 1 or not tensor.is_floating_point():
+            continue
+        with torch.no_grad():
+            if name.endswith(("weight", "running_var", "variance")):
+                tensor.uniform_(0.5, 1.5)
+            else:
+                tensor.normal_(0, 0.5)
+
+
+def train(model: nn.Module, batches: list[tuple[Any, ...]]) -> None:
+    """A few steps of gradient descent in train mode."""
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = sum(out.square().mean() for out in outputs(model, batch))
+        if isinstance(loss, Tensor):
+            loss.backward()
+        optimizer.step()
+
+
+def outputs(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    """All floating-point outputs."""
+    return [
+        leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+def difference(model: nn.Module, other: nn.Module, inputs: tuple[Any, ...]) -> float:
+    """The largest difference of any output, relative to that output's scale."""
+    with torch.no_grad():
+        mine, theirs = outputs(model, inputs), outputs(other, inputs)
+    assert [out.shape for out in mine] == [out.shape for out in theirs]
+    return max(
+        float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def widths(model: nn.Module) -> dict[str, int]:
+    """The number of output channels of every weight, by name."""
+    found: dict[str, int] = {}
+    owners: dict[str, nn.Module] = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        owner = owners[name.rpartition(".")[0]]
+        if isinstance(owner, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+            found[name] = weight.shape[1] * owner.groups if weight.ndim > 1 else 0
+        elif weight.ndim > 1:
+            found[name] = weight.shape[1] if isinstance(owner, nn.Embedding) else weight.shape[0]
+    return found
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all parameters and buffers."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_state(model: nn.Module, before: dict[str, Tensor], when: str) -> None:
+    now = model.state_dict()
+    assert list(now) == list(before), f"{when} changed the names of the user's parameters"
+    changed = [name for name in before if not torch.equal(now[name], before[name])]
+    assert not changed, f"{when} changed {changed}"
+
+
+def check_exact(
+    model: nn.Module,
+    batches: Callable[[int], tuple[Any, ...]],
+    ratio: float,
+    allocation: Allocation,
+    other_batch: int | None = 3,
+) -> Outcome:
+    """Prepare, train, step and convert a float64 model; compare outputs all the way.
+
+    Raises:
+        AssertionError: the outputs differ, or the user's model was changed.
+    """
+    example, other = batches(2), batches(other_batch or 2)
+    randomise(model)
+    before = state_of(model)
+    prepared = pdp_fx.prepare(
+        model, PruneSpec(Channels(ratio=ratio), (), Schedule(0, 1.0), 1e-4, allocation), example
+    )
+    assert_same_state(model, before, "prepare")
+    for batch in (example, other):
+        assert difference(model.eval(), prepared.eval(), batch) <= ROUNDING, "prepare changed the function"
+    train(prepared, [batches(2) for _ in range(3)])
+    pdp_fx.step(prepared)
+    train(prepared, [batches(2)])
+    return _check_converted(model, prepared.eval(), [example, other])
+
+
+def _check_converted(model: nn.Module, prepared: fx.GraphModule, batches: list[tuple[Any, ...]]) -> Outcome:
+    found = find(prepared)
+    assert found is not None
+    pruner = found[1]
+    reasons = tuple(str(reason) for group in pruner.kept for reason in group.reasons)
+    if not any(int(mask.count) for _, mask in pruner.mask_items()):
+        return Outcome(0, reasons)
+    before, prepared_before = state_of(model), state_of(prepared)
+    converted = pdp_fx.convert(prepared)
+    assert_same_state(model, before, "convert")
+    assert_same_state(prepared, prepared_before, "convert")
+    for batch in batches:
+        found = difference(prepared, converted, batch)
+        assert found <= EXACT, f"converted differs by {found:.1e}"
+    left = widths(converted)
+    removed = sum(size - left[name] for name, size in widths(model).items() if name in left)
+    return Outcome(removed, reasons)

@@ -1,0 +1,328 @@
+"""Attention in the ways in which people write it, and gated hidden layers."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.channels.construct import Construct, images, pairs, sequences
+
+HEADS, SIZE, WIDTH = 2, 4, 6
+"""Heads, channels of a head, and the width of the stream, which is the input's and stays."""
+
+
+class QkvHardCoded(nn.Module):
+    """Numbers of heads and channels are written into every view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
+        self.out = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        weight = (q @ k.transpose(-2, -1) * SIZE**-0.5).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, HEADS * SIZE))
+
+
+class QkvFreeHeads(QkvHardCoded):
+    """The channels of a head follow by themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        weight = (q @ k.transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).flatten(2))
+
+
+class QkvFreeSize(QkvHardCoded):
+    """The number of heads follows by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, -1, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        weight = (q @ k.transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).flatten(2))
+
+
+class DefaultScale(QkvHardCoded):
+    """The fused function divides by the root of the size that it finds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+
+class ScaleFromShape(QkvHardCoded):
+    """The scale is computed from the size of q."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        weight = (q @ k.transpose(-2, -1) / q.size(-1) ** 0.5).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).flatten(2))
+
+
+class Causal(QkvHardCoded):
+    """A triangular mask in a buffer, as GPT-2 has it."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(9, 9).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        score = (q @ k.transpose(-2, -1) * 0.5).masked_fill(~self.mask[:t, :t], float("-inf"))
+        return x + self.out((score.softmax(-1) @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class SingleHead(QkvHardCoded):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.q(x) @ self.k(x).transpose(1, 2) * 0.4).softmax(-1)
+        return x + self.out(weight @ self.v(x))
+
+
+class BatchedHeads(QkvHardCoded):
+    """Heads are folded into the batch (torch.bmm)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (
+            layer(x).view(b, t, HEADS, SIZE).transpose(1, 2).reshape(b * HEADS, t, SIZE)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+        return x + self.out(y.view(b, HEADS, t, SIZE).transpose(1, 2).reshape(b, t, -1))
+
+
+class PackedQkv(nn.Module):
+    """One layer makes q, k and v, taken apart by reshape, permute and unbind (timm)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, t, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, scale=0.4)
+        return x + self.out(y.transpose(1, 2).reshape(b, t, HEADS * SIZE))
+
+
+class PackedQkvChunk(PackedQkv):
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (part.view(b, t, HEADS, SIZE).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        weight = (q @ k.transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class PackedQkvIndexed(PackedQkv):
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        qkv = self.qkv(x).reshape(b, t, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        weight = (qkv[0] @ qkv[1].transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ qkv[2]).transpose(1, 2).flatten(2))
+
+
+class GroupedQuery(nn.Module):
+    """Two heads of queries share one head of keys and values (Llama)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(WIDTH, 4 * SIZE), nn.Linear(4 * SIZE, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 2 * SIZE), nn.Linear(WIDTH, 2 * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, 4, SIZE).transpose(1, 2)
+        k, v = (layer(x).view(b, t, 2, SIZE).transpose(1, 2) for layer in (self.k, self.v))
+        k = k[:, :, None].expand(b, 2, 2, t, SIZE).reshape(b, 4, t, SIZE)
+        v = v.repeat_interleave(2, dim=1)
+        weight = (q @ k.transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class GroupedQueryFused(GroupedQuery):
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, 4, SIZE).transpose(1, 2)
+        k, v = (layer(x).view(b, t, 2, SIZE).transpose(1, 2) for layer in (self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class RotaryPositions(QkvHardCoded):
+    """The halves of a head are turned by angles from buffers."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        angle = torch.randn(9, SIZE // 2).repeat(1, 2)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+
+    def turn(self, x: Tensor, t: int) -> Tensor:
+        left, right = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return x * self.cos[:t] + torch.cat([-right, left], -1) * self.sin[:t]
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        weight = (self.turn(q, t) @ self.turn(k, t).transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class RelativePositions(QkvHardCoded):
+    """A table gives a bias for every head and distance (Swin)."""
+
+    distance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, HEADS))
+        place = torch.arange(5)
+        self.register_buffer("distance", place[:, None] - place[None] + 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        bias = self.table[self.distance.view(-1)].view(5, 5, -1).permute(2, 0, 1)
+        weight = (q @ k.transpose(-2, -1) * 0.5 + bias[None]).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class QueryNorm(QkvHardCoded):
+    """Queries and keys are brought to unit length, with a learned scale for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(HEADS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        score = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * self.scale.exp()
+        return x + self.out((score.softmax(-1) @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class EinsumAttention(QkvHardCoded):
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE) for layer in (self.q, self.k, self.v))
+        weight = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return x + self.out(torch.einsum("bhqk,bkhd->bqhd", weight, v).reshape(b, t, -1))
+
+
+class ConvAttention(nn.Module):
+    """q, k and v come from 1x1 convolutions, positions are flattened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Conv2d(3, 8, 1)
+        self.out = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, _, h, w = x.shape
+        q, k, v = (layer(x).flatten(2) for layer in (self.q, self.k, self.v))
+        weight = (q.transpose(1, 2) @ k).softmax(-1)
+        return x + self.out((v @ weight.transpose(1, 2)).view(b, -1, h, w))
+
+
+class CrossAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(WIDTH, 8), nn.Linear(7, 16), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        k, v = self.kv(memory).split(8, dim=-1)
+        weight = (self.q(x) @ k.mT * 0.4).softmax(-1)
+        return x + self.out(weight @ v)
+
+
+class MultiheadModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, HEADS, batch_first=True)
+        self.stem, self.hidden, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y, _ = self.attention(x, x, x, need_weights=False)
+        return self.head(F.relu(self.hidden(x + y)))
+
+
+class EncoderLayer(nn.Module):
+    """torch.nn's own layer: the hidden layer and the heads can shrink, the stream is normed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class HiddenLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class SwiGluPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 16), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+HEAD_PRUNING = 3 * 4
+"""Half of the channels of q, k and v of two heads of 4, or one head of the two."""
+
+ATTENTION = (
+    Construct(QkvHardCoded, sequences(), removed=HEAD_PRUNING),
+    Construct(QkvFreeHeads, sequences(), removed=HEAD_PRUNING),
+    Construct(QkvFreeSize, sequences(), removed=HEAD_PRUNING),
+    Construct(DefaultScale, sequences(), removed=4),
+    Construct(ScaleFromShape, sequences(), removed=4),
+    Construct(Causal, sequences(), removed=HEAD_PRUNING),
+    Construct(SingleHead, sequences(), removed=HEAD_PRUNING),
+    Construct(BatchedHeads, sequences(), removed=HEAD_PRUNING),
+    Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
+    Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
+    Construct(PackedQkvIndexed, sequences(), removed=HEAD_PRUNING),
+    Construct(GroupedQuery, sequences(), removed=16),
+    Construct(GroupedQueryFused, sequences(), removed=8),
+    Construct(RotaryPositions, sequences(), removed=HEAD_PRUNING),
+    Construct(RelativePositions, sequences(), removed=HEAD_PRUNING),
+    Construct(QueryNorm, sequences(), removed=HEAD_PRUNING),
+    Construct(EinsumAttention, sequences(), removed=HEAD_PRUNING),
+    Construct(ConvAttention, images(), removed=8),
+    Construct(CrossAttention, pairs(sequences(), sequences(7, 4)), removed=12),
+    Construct(MultiheadModule, sequences(), removed=12),
+    Construct(EncoderLayer, sequences(), removed=8),
+    Construct(HiddenLayer, sequences(), removed=8),
+    Construct(SwiGlu, sequences(), removed=8),
+    Construct(SwiGluPacked, sequences(), removed=8),
+)

@@ -1,0 +1,381 @@
+"""Channels that must stay, and why; what is beside them can go."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torchvision.ops import deform_conv2d  # pyright: ignore[reportMissingTypeStubs]
+
+from tests.channels.construct import Construct, conv_bn, images, sequences, signals
+
+
+class Between(nn.Module):
+    """Something between two convolutions, and a third that shows that the rest is not given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = conv_bn(3, 8), conv_bn(8, 6), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.mid(self.act(F.relu(self.stem(x))))))
+
+    def act(self, x: Tensor) -> Tensor:
+        return x
+
+
+class SoftmaxOverChannels(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x.softmax(1)
+
+
+class LocalResponseNorm(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LocalResponseNorm(3)
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class GroupNorm(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(x))
+
+
+class GroupNormBeforeGrouped(Between):
+    """Two groups in the norm, four in the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.grouped = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1, groups=4)
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.relu(self.grouped(self.norm(x)))
+
+
+class InstanceNorm(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(8, affine=True)
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(x))
+
+
+class LayerNormOfImage(Between):
+    """ConvNeXt's norm: over the channels of every pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class RmsNormStream(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Linear(6, 8), nn.RMSNorm(8), nn.Linear(8, 5)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x + self.down(F.silu(self.up(self.norm(x)))))
+
+
+class RmsNormByHand(RmsNormStream):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.norm.weight
+        return self.head(x + self.down(F.silu(self.up(y))))
+
+
+class WeightNorm(Between):
+    """The length of a row is that of all its columns: none can go, but rows can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = weight_norm(nn.Conv2d(8, 8, 3, padding=1))
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.relu(self.normed(x))
+
+
+class SpectralNorm(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = spectral_norm(nn.Conv2d(8, 8, 3, padding=1))
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.relu(self.normed(x))
+
+
+class StandardisedWeight(Between):
+    """Mean and variance of a row's weights are taken over its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def act(self, x: Tensor) -> Tensor:
+        w = self.conv.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return F.relu(F.conv2d(x, w, self.conv.bias, padding=1))
+
+
+class DataDependentIf(Between):
+    def act(self, x: Tensor) -> Tensor:
+        if x.mean() > 0.1:
+            return x * 2
+        return x
+
+
+class OpaqueWithWeights(nn.Module):
+    """A submodule that branches on its data; it has layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if float(x.detach().mean()) > 0 else x
+
+
+class DataDependentIfInside(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = OpaqueWithWeights()
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.branch(x)
+
+
+class MeanOverChannels(Between):
+    """Spatial attention: the mean over channels divides by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial = nn.Conv2d(2, 1, 3, padding=1)
+
+    def act(self, x: Tensor) -> Tensor:
+        both = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
+        return x * torch.sigmoid(self.spatial(both))
+
+
+class ConvOverChannels(Between):
+    """ECA: a convolution along the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Conv1d(1, 1, 3, padding=1)
+
+    def act(self, x: Tensor) -> Tensor:
+        gate = self.along(x.mean((2, 3)).unsqueeze(1)).squeeze(1)
+        return x * torch.sigmoid(gate)[:, :, None, None]
+
+
+class CumsumOverChannels(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class SortedChannels(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x.sort(dim=1).values
+
+
+class TopChannels(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x * (x >= x.topk(3, dim=1).values.amin(1, keepdim=True))
+
+
+class VarianceOverChannels(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x / (x.var(1, keepdim=True) + 1)
+
+
+class DeformableConv(Between):
+    """An operation of another package that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset, self.weight = nn.Conv2d(3, 18, 3, padding=1), nn.Parameter(torch.randn(8, 8, 3, 3) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.stem(x))
+        y = deform_conv2d(y, self.offset(x), self.weight, padding=(1, 1))
+        return self.head(F.relu(self.mid(y)))
+
+
+class FourierChannels(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.fft.fft2(x))[..., 0]
+
+
+class WrittenInPlace(Between):
+    """Some channels are written through a view."""
+
+    def act(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, :3] += 1
+        return x
+
+
+class TemporalShift(Between):
+    """Channels move to the neighbouring frame: slices of an empty tensor are filled."""
+
+    def act(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        out[:, :2, 1:] = x[:, :2, :-1]
+        out[:, 2:] = x[:, 2:]
+        return out
+
+
+class AddedToInput(nn.Module):
+    """A sum with the input can never vanish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last, self.head = conv_bn(3, 3), conv_bn(3, 8), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.last(x + self.stem(x))))
+
+
+class ReturnsFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = conv_bn(3, 8), conv_bn(8, 6), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        features = F.relu(self.stem(x))
+        return self.head(F.relu(self.mid(features))), {"features": features}
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.rnn = nn.Linear(6, 8), nn.LSTM(8, 4, batch_first=True)
+        self.hidden, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(F.relu(self.stem(x)))
+        return self.head(F.relu(self.hidden(y)))
+
+
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.rnn = nn.Linear(6, 8), nn.GRU(8, 4, num_layers=2, bidirectional=True)
+        self.hidden, self.head = nn.Linear(8, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(F.relu(self.stem(x)).transpose(0, 1))
+        return self.head(F.relu(self.hidden(y)).mean(0))
+
+
+class BilinearLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 8), nn.Linear(6, 4)
+        self.both, self.head = nn.Bilinear(8, 4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.both(F.relu(self.left(x)), F.relu(self.right(x)))))
+
+
+class ChannelAttention(nn.Module):
+    """XCiT: channels attend to channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(6, 6) for _ in range(4))
+        self.hidden, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x).mT, self.k(x).mT, self.v(x).mT
+        y = ((q @ k.mT).softmax(-1) @ v).mT
+        return self.head(F.relu(self.hidden(x + self.out(y))))
+
+
+class Unpooled(nn.Module):
+    """Positions of maxima are handed on as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool, self.unpool = (
+            conv_bn(3, 8),
+            nn.MaxPool2d(2, return_indices=True),
+            nn.MaxUnpool2d(2),
+        )
+        self.mid, self.head = conv_bn(8, 6), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, where = self.pool(F.relu(self.stem(x)))
+        return self.head(F.relu(self.mid(self.unpool(y, where))))
+
+
+class Unfolded(nn.Module):
+    """im2col by hand: every channel becomes nine columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.head = conv_bn(3, 8), nn.Linear(72, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = F.unfold(F.relu(self.stem(x)), 3, padding=1).transpose(1, 2)
+        return self.head(F.relu(self.mix(patches)))
+
+
+class LearnedSoftmaxPool(nn.Module):
+    """Positions, not channels, compete: nothing is in the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.score, self.head = nn.Conv1d(3, 8, 3), nn.Conv1d(3, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.stem(x) * self.score(x).softmax(-1)).sum(-1))
+
+
+REFUSALS = (
+    Construct(SoftmaxOverChannels, images(), removed=3, reason="softmax runs over these channels"),
+    Construct(LocalResponseNorm, images(), removed=3, reason="over these channels"),
+    Construct(GroupNorm, images(), removed=3, reason="statistics of group_norm"),
+    Construct(GroupNormBeforeGrouped, images(), removed=7, reason="statistics of group_norm"),
+    Construct(InstanceNorm, images(), removed=7),
+    Construct(LayerNormOfImage, images(), removed=3, reason="statistics of layer_norm"),
+    Construct(RmsNormStream, sequences(), removed=8, reason="statistics of rms_norm"),
+    Construct(RmsNormByHand, sequences(), removed=8, reason="mean runs over these channels"),
+    Construct(WeightNorm, images(), removed=3, reason="norm"),
+    Construct(SpectralNorm, images(), removed=3, reason="norm"),
+    Construct(StandardisedWeight, images(), removed=3, reason="mean runs over these channels"),
+    Construct(DataDependentIf, images(), reason="data"),
+    Construct(DataDependentIfInside, images(), removed=3, reason="data"),
+    Construct(MeanOverChannels, images(), removed=3, reason="mean runs over these channels"),
+    Construct(ConvOverChannels, images(), removed=3, reason="convolution sweeps"),
+    Construct(CumsumOverChannels, images(), removed=3, reason="no channel rule for cumsum"),
+    Construct(SortedChannels, images(), removed=3, reason="no channel rule for sort"),
+    Construct(TopChannels, images(), removed=3, reason="no channel rule for topk"),
+    Construct(VarianceOverChannels, images(), removed=3, reason="var runs over these channels"),
+    Construct(DeformableConv, images(), removed=3, reason="no channel rule for deform_conv2d"),
+    Construct(FourierChannels, images(), removed=3, reason="no channel rule for _fft"),
+    Construct(WrittenInPlace, images(), removed=3, reason="written to in place through a view"),
+    Construct(TemporalShift, images(), removed=3, reason="in place through a view"),
+    Construct(
+        AddedToInput, images(), removed=4, reason="add joins these channels with values that have none"
+    ),
+    Construct(ReturnsFeatures, images(), removed=3, reason="the model returns these channels"),
+    Construct(Lstm, sequences(), removed=3, reason="lstm"),
+    Construct(Gru, sequences(), removed=3, reason="gru"),
+    Construct(BilinearLayer, sequences(), reason="no channel rule for _trilinear"),
+    Construct(ChannelAttention, sequences(), removed=4, reason="softmax runs over these channels"),
+    Construct(Unpooled, images(), removed=3, reason="no channel rule for max_unpool2d"),
+    Construct(Unfolded, images(), removed=3, reason="no channel rule for im2col"),
+    Construct(LearnedSoftmaxPool, signals(), removed=8),
+)

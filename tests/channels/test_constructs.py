@@ -1,0 +1,47 @@
+"""Every construct is exact in float64, or its channels stay for the reason that the table gives."""
+
+import pytest
+import torch
+
+from pdp_fx.errors import SpecError
+from pdp_fx.spec import Allocation
+from tests.channels.checks import Outcome, check_exact
+from tests.channels.construct import Construct
+from tests.channels.constructs import CONSTRUCTS
+from tests.channels.known_failures import KNOWN_FAILURES
+
+
+def rows() -> list[object]:
+    return [
+        pytest.param(row, id=row.name, marks=pytest.mark.xfail(strict=True, reason=why) if why else ())
+        for row in CONSTRUCTS
+        for why in [KNOWN_FAILURES.get(row.name)]
+    ]
+
+
+def outcome_of(row: Construct, ratio: float, allocation: Allocation) -> Outcome:
+    """What becomes of a row; a net of which nothing can be pruned has only reasons."""
+    torch.manual_seed(0)
+    net = row.net().double()
+    try:
+        return check_exact(net, row.inputs, ratio, allocation, 3 if row.batches else None)
+    except SpecError as err:
+        if "nothing in the model can be pruned" not in str(err):
+            raise
+        return Outcome(0, (str(err),))
+
+
+@pytest.mark.parametrize("row", rows())
+def test_construct_is_exact_or_refused_with_its_reason(row: Construct) -> None:
+    half = outcome_of(row, 0.5, "uniform")
+    assert half.removed >= row.removed, f"{half.removed} channels gone; {half.reasons}"
+    assert half.removed == 0 or row.removed, f"{half.removed} channels gone, which should stay"
+    assert any(row.reason in reason for reason in half.reasons) or not row.reason, f"{half.reasons}"
+    outcome_of(row, 0.5, "global")
+    outcome_of(row, 0.25, "uniform")
+    outcome_of(row, 0.75, "uniform")
+
+
+def test_names_of_constructs_are_unique() -> None:
+    assert len({row.name for row in CONSTRUCTS}) == len(CONSTRUCTS)
+    assert {row.name for row in CONSTRUCTS} >= set(KNOWN_FAILURES)
