@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Reason, Slot
@@ -49,17 +49,20 @@ class ChooseTargets(Pass):
             )
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        rules = {site.parameter: _rule_of(site, ctx) for site in ctx.get(Sites).weights}
+        rules = {site.parameter: _rule_for(site.parameter, gm, ctx) for site in ctx.get(Sites).weights}
         weights: list[tuple[Site, Unstructured | NM]] = []
         skipped: list[tuple[str, str]] = []
         for site in ctx.get(Sites).weights:
             rule = rules[site.parameter]
-            why = _misfit(gm, site, rule)
+            why = _dispute(site.parameter, gm, ctx) or _misfit(gm, site, rule)
             if why:
                 skipped.append((site.owner, why))
             elif isinstance(rule, (Unstructured, NM)):
                 weights.append((site, rule))
         found = ctx.find(ChannelMap)
+        if found:
+            makers = {slot.tensor for group in (*found.groups, *found.frozen) for slot in group.producers}
+            rules |= {name: _rule_for(name, gm, ctx) for name in makers - set(rules)}
         groups, kept = _sort_groups(found, rules, weights) if found else ([], [])
         if found:
             _annotate(gm, found, [group for group, _ in groups])
@@ -90,9 +93,32 @@ def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup])
         node.meta["group"] = names[0] if len(names) == 1 else f"{len(names)} groups" if names else ""
 
 
-def _rule_of(site: Site, ctx: Context) -> Rule | None:
-    owner = ctx.modules.get(site.owner, nn.Module())
-    return ctx.spec.rule_for(site.owner, owner)
+def _rule_for(parameter: str, gm: fx.GraphModule, ctx: Context) -> Rule | None:
+    """What the spec says of the modules that own a parameter; None if they disagree."""
+    asked = set(_rules_by_owner(parameter, gm, ctx).values())
+    return asked.pop() if len(asked) == 1 else None
+
+
+def _dispute(parameter: str, gm: fx.GraphModule, ctx: Context) -> str:
+    """How the rules of the owners of a shared weight differ, or the empty string."""
+    asked = _rules_by_owner(parameter, gm, ctx)
+    if len(set(asked.values())) < 2:
+        return ""
+    texts = [f"{name}: {'skip' if rule is None else rule}" for name, rule in asked.items()]
+    return f"its weight is shared by layers to which the spec gives different rules ({', '.join(texts)})"
+
+
+def _rules_by_owner(parameter: str, gm: fx.GraphModule, ctx: Context) -> dict[str, Rule | None]:
+    place, _, attribute = parameter.rpartition(".")
+    weight = getattr(gm.get_submodule(place), attribute)
+    owners = [
+        name for name, module in ctx.modules.items() if any(weight is own for own in _tensors_of(module))
+    ]
+    return {name: ctx.spec.rule_for(name, ctx.modules[name]) for name in owners}
+
+
+def _tensors_of(module: nn.Module) -> tuple[Tensor | None, ...]:
+    return *module._parameters.values(), *module._buffers.values()
 
 
 def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:
@@ -104,7 +130,9 @@ def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:
         return ""
     owner = gm.get_submodule(site.owner)
     if input_axis(owner) != 1:
-        return f"N:M runs along the input channels, which are not axis 1 of the weight of {type(owner).__name__}"
+        return (
+            f"N:M runs along the input channels, which are not axis 1 of the weight of {type(owner).__name__}"
+        )
     inputs = weight.shape[1]
     if inputs % rule.of:
         return f"{inputs} input channels do not divide into groups of {rule.of}"

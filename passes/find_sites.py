@@ -63,7 +63,11 @@ def _weights_used(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> l
         module = gm.get_submodule(str(node.target))
         kind = kind_of(module)
         # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
-        return [names[id(module.weight)]] if kind is not None and kind.prunable and id(module.weight) in names else []
+        return (
+            [names[id(module.weight)]]
+            if kind is not None and kind.prunable and id(module.weight) in names
+            else []
+        )
     if node.op in ("call_function", "call_method") and node.target in WEIGHT_ARGUMENTS:
         position = WEIGHT_ARGUMENTS[node.target]
         weight = node.args[position] if position < len(node.args) else node.kwargs.get("weight")

@@ -21,7 +21,6 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Inputs, fresh, trial
 from pdp_fx.ops.kinds import Fold, kind_of
 
-
 Pair = tuple[fx.Node, fx.Node, Fold]
 """A layer, the BatchNorm behind it, and the way to fold it."""
 
@@ -34,7 +33,9 @@ class FoldBatchNorm(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         uses = _uses(gm)
-        pairs = [pair for node in gm.graph.find_nodes(op="call_module") if (pair := _foldable(gm, node, uses))]
+        pairs = [
+            pair for node in gm.graph.find_nodes(op="call_module") if (pair := _foldable(gm, node, uses))
+        ]
         pairs = _on_channels(gm, pairs, ctx.example_inputs)
         for layer, norm, fold in pairs:
             module = gm.get_submodule(str(layer.target))
@@ -68,7 +69,9 @@ def _foldable(gm: fx.GraphModule, norm: fx.Node, uses: Counter[int]) -> Pair | N
     before = gm.get_submodule(str(layer.target))
     fold = getattr(kind_of(before), "fold", None)
     alone = len(layer.users) == 1 and all(
-        uses[id(part)] == 1 for owner in (module, before) for part in (owner, *owner.parameters(), *owner.buffers())
+        uses[id(part)] == 1
+        for owner in (module, before)
+        for part in (owner, *owner.parameters(), *owner.buffers())
     )
     tracked = cast(Any, module).running_mean is not None
     hooked = any(owner._forward_hooks or owner._forward_pre_hooks for owner in (module, before))
@@ -77,7 +80,9 @@ def _foldable(gm: fx.GraphModule, norm: fx.Node, uses: Counter[int]) -> Pair | N
 
 def _on_channels(gm: fx.GraphModule, pairs: list[Pair], inputs: Inputs | None) -> list[Pair]:
     """The pairs whose layer has its outputs on axis 1: it has as many axes as its weight then."""
-    wanted = {norm: cast(nn.Conv2d, gm.get_submodule(str(layer.target))).weight.ndim for layer, norm, _ in pairs}
+    wanted = {
+        norm: cast(nn.Conv2d, gm.get_submodule(str(layer.target))).weight.ndim for layer, norm, _ in pairs
+    }
     ranks = {norm: _ranks(gm, norm) for norm in wanted}
     if inputs is not None and any(len(possible) > 1 for possible in ranks.values()):
         seen = _RankInterpreter(gm)

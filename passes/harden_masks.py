@@ -42,10 +42,16 @@ class HardenMasks(Pass):
         return True
 
     def _replace(
-        self, gm: fx.GraphModule, masked: list[fx.Node], values: dict[fx.Node, Tensor], roots: dict[fx.Node, str]
+        self,
+        gm: fx.GraphModule,
+        masked: list[fx.Node],
+        values: dict[fx.Node, Tensor],
+        roots: dict[fx.Node, str],
     ) -> None:
         inside = set(masked)
-        final = {roots[node]: values[node] for node in masked if any(user not in inside for user in node.users)}
+        final = {
+            roots[node]: values[node] for node in masked if any(user not in inside for user in node.users)
+        }
         for node in reversed(masked):
             if node in roots and any(user not in inside for user in node.users):
                 with gm.graph.inserting_before(node):
@@ -58,7 +64,9 @@ class HardenMasks(Pass):
             swap_tensor(gm, old, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
 
 
-def _fold(gm: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Tensor], roots: dict[fx.Node, str]) -> None:
+def _fold(
+    gm: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Tensor], roots: dict[fx.Node, str]
+) -> None:
     """Evaluate a read of a parameter, or a node of ours that only reads evaluated ones."""
     target: Any = node.target
     if node.op == "get_attr":

@@ -86,7 +86,9 @@ def _multiply(gm: fx.GraphModule, slot: Slot, found: ChannelMap, placed: Placed,
         ctx.get(Pruner).layouts[name] = MaskLayout(index)
         with gm.graph.inserting_after(read):
             nodes = tuple(node for _, node in here)
-            place = mask = gm.graph.create_node("call_module", f"{CHILD}.layouts.{name}", nodes, name=f"{name}_mask")
+            place = mask = gm.graph.create_node(
+                "call_module", f"{CHILD}.layouts.{name}", nodes, name=f"{name}_mask"
+            )
         mask.meta = dict(read.meta)
     with gm.graph.inserting_after(place):
         name = f"{slot.tensor.replace('.', '_')}_masked"

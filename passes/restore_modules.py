@@ -42,5 +42,9 @@ def _check_own(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
     """Check that a module is given nothing but its own parameter."""
     read = node.kwargs[name]
     own = getattr(gm.get_submodule(str(node.target)), name)
-    if not isinstance(read, fx.Node) or read.op != "get_attr" or gm.get_parameter(str(read.target)) is not own:
+    if (
+        not isinstance(read, fx.Node)
+        or read.op != "get_attr"
+        or gm.get_parameter(str(read.target)) is not own
+    ):
         raise PassError(f"%{node.name} is given a {name} that is not its own, so it cannot be a plain module")

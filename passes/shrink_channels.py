@@ -35,9 +35,13 @@ class ShrinkChannels(Pass):
         if not rows:
             return False
         if ctx.example_inputs is None:
-            raise PassError("channels can only be removed with the example inputs that the model was prepared on")
+            raise PassError(
+                "channels can only be removed with the example inputs that the model was prepared on"
+            )
         with trial(gm):
-            found = analyse(gm, fresh(ctx.example_inputs), frozenset(name for name, _ in gm.named_parameters()))
+            found = analyse(
+                gm, fresh(ctx.example_inputs), frozenset(name for name, _ in gm.named_parameters())
+            )
         gone = _gone_classes(found, rows)
         _resize_nodes(gm, found, gone)
         _slice_tensors(gm, found, gone)
@@ -74,7 +78,9 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     """Write new sizes into the nodes that are told any."""
     nodes = {node.name: node for node in gm.graph.nodes}
     changing = frozenset(
-        name for name, ids in found.taint.items() if any(np.isin(found.classes[i.numpy()], gone).any() for i in ids)
+        name
+        for name, ids in found.taint.items()
+        if any(np.isin(found.classes[i.numpy()], gone).any() for i in ids)
     )
     for name in found.resized:
         node = nodes[name]
@@ -92,7 +98,9 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
     inputs: dict[str, int] = {}
     for contraction in found.contractions:
         if contraction.inputs is not None:
-            inputs[contraction.weight] = int((~np.isin(found.classes[contraction.inputs.numpy()], gone)).sum())
+            inputs[contraction.weight] = int(
+                (~np.isin(found.classes[contraction.inputs.numpy()], gone)).sum()
+            )
     names = owned_names(gm)
     for module in gm.modules():
         kind = kind_of(module)

@@ -64,7 +64,7 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
     with trial(gm):
         result = gm(*args, **kwargs)
     return tuple(
-        leaf.clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        leaf.detach().clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()
     )
 
 

@@ -108,24 +108,28 @@ def rounded(pruned: int, width: int, round_to: int, most: int) -> int:
 
 
 def reach_macs(
-    counts_at: Callable[[int], list[int]], top: int, macs: Callable[[list[int]], float], goal: float
+    counts_at: Callable[[int], list[int]],
+    top: int,
+    macs: Callable[[list[int]], float],
+    dense: float,
+    reduction: float,
 ) -> list[int]:
-    """The fewest pruned channels with at most ``goal`` multiply-accumulates, by bisection.
+    """The fewest pruned channels that save ``reduction`` of the multiply-accumulates, by bisection.
 
     Args:
         counts_at: the counts of all groups at an effort of 0..top; more effort prunes more.
         top: the greatest effort.
         macs: the multiply-accumulates of given counts.
-        goal: what they must not exceed.
+        dense: those of the dense model.
+        reduction: the share of them to save.
 
     Raises:
         SpecError: even the greatest effort does not reach the goal.
     """
-    least = macs(counts_at(top))
+    goal, least = (1 - reduction) * dense, macs(counts_at(top))
     if least > goal:
-        dense = macs(counts_at(0))
         raise SpecError(
-            f"mac_reduction={1 - goal / dense:.3f} cannot be reached: removing every channel that may go "
+            f"mac_reduction={reduction:g} cannot be reached: removing every channel that may go "
             f"saves {1 - least / dense:.3f} of the multiply-accumulates; see explain() for what stays and why"
         )
     low, high = 0, top

@@ -31,7 +31,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
 def prepare(
-    model: nn.Module, spec: PruneSpec, example_inputs: ExampleInputs | None = None, on_pass: OnPass | None = None
+    model: nn.Module,
+    spec: PruneSpec,
+    example_inputs: ExampleInputs | None = None,
+    on_pass: OnPass | None = None,
 ) -> fx.GraphModule:
     """Trace ``model`` and insert soft masks; train the result as you would train the model.
 
@@ -60,11 +63,13 @@ def prepare(
     inputs = normalised(example_inputs)
     gm = trace(model, example_inputs)
     if hasattr(gm, CHILD):
-        raise StateError(f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it")
+        raise StateError(
+            f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it"
+        )
     _part_from(gm, model)
     pruner = Pruner(spec, inputs)
     gm.add_submodule(CHILD, pruner)
-    ctx = Context(spec, inputs, dict(model.named_modules()))
+    ctx = Context(spec, inputs, dict(model.named_modules(remove_duplicate=False)))
     ctx.put(pruner)
     PREPARE.run(gm, ctx, on_pass)
     _keep_findings(pruner, ctx)
@@ -110,7 +115,9 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     _refuse_unpruned(pruner)
     broken = _broken_weight(gm)
     if broken:
-        raise StateError(f"{broken} holds NaN or infinite values: the training has diverged; convert needs numbers")
+        raise StateError(
+            f"{broken} holds NaN or infinite values: the training has diverged; convert needs numbers"
+        )
     if pruner.share < 1:
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
     dtype = next((p.dtype for p in gm.parameters() if p.is_floating_point()), torch.float32)
@@ -200,16 +207,20 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"prepare needs a torch.nn.Module, got {described(model)}")
     if not isinstance(spec, PruneSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec(Unstructured(0.9))")
+        raise SpecError(
+            f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec(Unstructured(0.9))"
+        )
     if find(model) is not None:
         raise StateError("the model is prepared already; call convert(model), or prepare the original model")
-    spec.check_matches(dict(model.named_modules()))
+    spec.check_matches(dict(model.named_modules(remove_duplicate=False)))
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")
     broken = _broken_weight(model)
     if broken:
-        raise SpecError(f"{broken} holds NaN or infinite values, so its weights cannot be ranked; check the model")
+        raise SpecError(
+            f"{broken} holds NaN or infinite values, so its weights cannot be ranked; check the model"
+        )
 
 
 def _broken_weight(model: nn.Module) -> str:
@@ -237,7 +248,9 @@ def _refuse_unpruned(pruner: Pruner) -> None:
         return
     counter, schedule = int(pruner.counter), pruner.spec.schedule
     if counter == 0:
-        raise StateError("nothing is pruned: the schedule was never advanced; call pdp_fx.step(model) as you train")
+        raise StateError(
+            "nothing is pruned: the schedule was never advanced; call pdp_fx.step(model) as you train"
+        )
     raise StateError(
         f"nothing is pruned yet: step was called {counter} times, and the ramp runs from {schedule.start} to "
         f"{schedule.ramp_end}; train on, or give the spec a shorter Schedule"

@@ -31,7 +31,8 @@ class Mask(nn.Module):
         parameters_read: qualified names of the parameters that the mask is computed from.
         tau: softness of the mask, in squared units of the weight.
         target: how many units are pruned in the end; -1 until the ratios are fixed.
-        count: how many units are pruned now.
+        count: how many units are pruned now; follows from the target and the schedule, so no checkpoint
+            holds it.
     """
 
     target: Tensor
@@ -42,7 +43,7 @@ class Mask(nn.Module):
         self.parameters_read = parameters_read
         self.tau = tau
         self.register_buffer("target", torch.tensor(UNSET))
-        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("count", torch.tensor(0), persistent=False)
 
     @property
     def allocated(self) -> bool:

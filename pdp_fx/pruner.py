@@ -6,6 +6,7 @@ buffer of it or of its masks, registered in graph order, so that resuming is ``l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from pdp_fx.masks import ChannelMask, Mask, NMMask
 from pdp_fx.schedule import share
 from pdp_fx.sharding import whole
 from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
+
+logger = logging.getLogger(__name__)
 
 CHILD = "pdp"
 
@@ -58,6 +61,7 @@ class Pruner(nn.Module):
         self.mac_model: MacModel | None = None
         self.register_buffer("counter", torch.tensor(0))
         self.register_load_state_dict_post_hook(_accept_dense_checkpoint)
+        self.register_load_state_dict_post_hook(_advance_masks)
 
     def add(self, name: str, mask: Mask, rule: Rule) -> str:
         """Register a mask under a name made from ``name``, and return that name."""
@@ -83,13 +87,22 @@ class Pruner(nn.Module):
         if counter >= self.spec.schedule.start and not all(mask.allocated for _, mask in self.mask_items()):
             self.fix_targets(gm)
         self.counter.fill_(counter)
+        self.advance_masks()
+
+    def advance_masks(self) -> None:
+        """Set the counts of all masks to what the targets and the counter say."""
         for _, mask in self.mask_items():
             if mask.allocated:
                 mask.advance(self.share)
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
-        self.plan(gm)
+        counts = self.plan(gm)
+        if not any(counts.values()) and len(counts) == len(self.masks):
+            raise SpecError(
+                "nothing would be pruned: the ratio rounds to no weight and no channel in any layer, or min_channels "
+                "and round_to keep them all; raise the ratio, or lower those two"
+            )
 
     def fix_targets(self, gm: fx.GraphModule) -> None:
         """Decide how many units of each mask go in the end, from the weights as they are now."""
@@ -104,6 +117,11 @@ class Pruner(nn.Module):
         for name, mask in self.mask_items():
             if not isinstance(mask, NMMask):
                 pools.setdefault(self.rules[name], []).append(name)
+        if sum(_aims_at_macs(rule) for rule in pools) > 1:
+            raise SpecError(
+                "the spec has two different mac_reduction targets, but each is meant for the model as a whole; "
+                "give one mac_reduction, and ratios to the layers that shall differ"
+            )
         targets: dict[str, int] = {}
         for rule, names in sorted(pools.items(), key=lambda pool: _aims_at_macs(pool[0])):
             if isinstance(rule, Unstructured):
@@ -115,7 +133,7 @@ class Pruner(nn.Module):
     def _plan_weights(self, gm: fx.GraphModule, rule: Unstructured, names: list[str]) -> dict[str, int]:
         weights = [parameters_of(gm, self._mask(name))[0].detach() for name in names]
         sizes = [weight.numel() for weight in weights]
-        _refuse_unfit(names, weights)
+        _refuse_unfit([self._mask(name).parameters_read[0] for name in names], weights)
         if self.spec.allocation == "uniform":
             return {name: min(round(rule.ratio * n), n - 1) for name, n in zip(names, sizes, strict=True)}
         most = [most_prunable(size, rule.ratio, self.spec.min_keep) for size in sizes]
@@ -130,8 +148,13 @@ class Pruner(nn.Module):
         _refuse_unfit(names, scores)
         widths = [mask.width for mask in masks]
         if rule.ratio is not None:
-            most = [most_prunable(width, rule.ratio, self.spec.min_keep, rule.min_channels) for width in widths]
-            counts = self._channel_counts(scores, most)(round(rule.ratio * sum(widths)))
+            most = [
+                most_prunable(width, rule.ratio, self.spec.min_keep, rule.min_channels) for width in widths
+            ]
+            wanted = round(rule.ratio * sum(widths))
+            if wanted > sum(most):
+                logger.warning("%s: of %d channels only %d can go", rule, wanted, sum(most))
+            counts = self._channel_counts(scores, most)(wanted)
             counts = [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
         else:
             counts = self._counts_for_macs(rule, names, scores, others)
@@ -164,8 +187,7 @@ class Pruner(nn.Module):
             counts = self._channel_counts(scores, most)(total)
             return [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
 
-        goal = (1 - reduction) * model.macs([0] * len(order))
-        return reach_macs(counts_at, sum(widths), macs, goal)
+        return reach_macs(counts_at, sum(widths), macs, model.macs([0] * len(order)), reduction)
 
     def _mask(self, name: str) -> Mask:
         return cast(Mask, self.masks[name])
@@ -183,7 +205,9 @@ def _aims_at_macs(rule: Rule) -> bool:
 def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
         if not bool(torch.isfinite(tensor).all()):
-            raise SpecError(f"{name}: weights are NaN or infinite, so they cannot be ranked; check the training")
+            raise SpecError(
+                f"{name}: weights are NaN or infinite, so they cannot be ranked; check the training"
+            )
 
 
 def parameters_of(gm: nn.Module, mask: Mask) -> list[Tensor]:
@@ -215,3 +239,8 @@ def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
         if all(prefix + name in missing for name in own):
             for name in own:
                 missing.remove(prefix + name)
+
+
+def _advance_masks(module: nn.Module, incompatible: Any) -> None:
+    """Bring the counts, which no checkpoint holds, in line with what was loaded."""
+    cast(Pruner, module).advance_masks()

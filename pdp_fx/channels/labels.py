@@ -98,6 +98,7 @@ class Ties:
         self._next = 0
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
         self._frozen: list[tuple[np.ndarray, Reason]] = []
+        self._roots = np.arange(0)
 
     def fresh(self, count: int) -> Tensor:
         """Return ``count`` new labels."""
@@ -119,20 +120,14 @@ class Ties:
 
     def classes(self) -> np.ndarray:
         """Return for every label the smallest label that it is tied to, shape (labels,)."""
-        parent = np.arange(self._next)
-        if not self._pairs:
-            return parent
-        left = np.concatenate([pair[0] for pair in self._pairs])
-        right = np.concatenate([pair[1] for pair in self._pairs])
-        while True:
-            roots_left, roots_right = parent[left], parent[right]
-            open_ = roots_left != roots_right
-            if not open_.any():
-                return parent
-            low = np.minimum(roots_left[open_], roots_right[open_])
-            high = np.maximum(roots_left[open_], roots_right[open_])
-            np.minimum.at(parent, high, low)
-            parent = _shortcut(parent)
+        parent = np.concatenate([self._roots, np.arange(len(self._roots), self._next)])
+        if self._pairs:
+            left = np.concatenate([pair[0] for pair in self._pairs])
+            right = np.concatenate([pair[1] for pair in self._pairs])
+            parent = _joined(parent, left, right)
+            self._pairs = []
+        self._roots = parent
+        return parent
 
     def frozen(self, classes: np.ndarray) -> dict[int, list[Reason]]:
         """Return the reasons, in the order in which they were met, of every frozen class."""
@@ -143,6 +138,20 @@ class Ties:
                 if reason not in known:
                     known.append(reason)
         return reasons
+
+
+def _joined(parent: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Let every pair of labels have the same root."""
+    while True:
+        roots_left, roots_right = parent[left], parent[right]
+        apart = roots_left != roots_right
+        if not apart.any():
+            return parent
+        low = np.minimum(roots_left[apart], roots_right[apart])
+        high = np.maximum(roots_left[apart], roots_right[apart])
+        parent = parent.copy()
+        np.minimum.at(parent, high, low)
+        parent = _shortcut(parent)
 
 
 def _shortcut(parent: np.ndarray) -> np.ndarray:

@@ -16,23 +16,21 @@ from pdp_fx.channels.labels import Ties
 def make_rectangular(grids: list[Tensor], ties: Ties) -> np.ndarray:
     """Tie labels so that every grid stays rectangular, and return the class of every label.
 
-    Only one axis of a grid keeps separate labels, the longest; along the others they are tied.
+    Only one axis of a grid keeps separate labels, the longest; along the others they are tied. Grids
+    are settled one by one, in graph order, so that a transposed grid follows the first. More ties
+    never make a rectangle ragged.
 
     Args:
         grids: labels of tensors that change along two axes or more.
         ties: where new ties are added.
     """
     classes = ties.classes()
-    pending = list(grids)
-    while pending:
-        ragged = [grid for grid in pending if not is_rectangular(classes[grid.numpy()])]
-        if not ragged:
-            return classes
-        for grid in ragged:
+    for grid in grids:
+        if not is_rectangular(classes[grid.numpy()]):
             longest = max(range(grid.ndim), key=lambda axis: grid.shape[axis])
             flat = grid.movedim(longest, 0).reshape(grid.shape[longest], -1)
             ties.tie(flat, flat[:, :1])
-        classes = ties.classes()
+            classes = ties.classes()
     return classes
 
 

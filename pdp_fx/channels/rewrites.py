@@ -6,6 +6,7 @@ changes the node's arguments. ``fits`` says, while labels flow, whether it will 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,9 +72,19 @@ class Job:
     def resized(self, kept: Kept, axis: int, given: Any) -> Any:
         """What to write for the size of ``axis`` where the program has ``given``."""
         if isinstance(given, fx.Node):
-            moves = given.name in self.changing or kept.changes(axis)
-            return kept.size(axis) if moves else given
+            if given.name in self.changing:
+                return kept.size(axis)
+            return _scaled(given, kept.size(axis), kept.value.shape[axis]) if kept.changes(axis) else given
         return kept.size(axis) if given != -1 and kept.changes(axis) else given
+
+
+def _scaled(number: fx.Node, new: int, old: int) -> fx.Node:
+    """The number times new / old: an axis that merges channels with the batch keeps following the batch."""
+    common = math.gcd(new, old)
+    with number.graph.inserting_after(number):
+        times = number.graph.call_function(operator.mul, (number, new // common))
+    with number.graph.inserting_after(times):
+        return number.graph.call_function(operator.floordiv, (times, old // common))
 
 
 Apply = Callable[[fx.Node, Job], None]

@@ -41,6 +41,10 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
     left, right = (heads_first(tensor, 0, flow) for tensor in (left_tensor, right_tensor))
     consume(_vector(along(left, 2)), _vector(along(right, 1)), flow)
     layers = [layer for layer in (along(left, 1), along(right, 2)) if layer is not None]
+    for layer in layers:
+        if layer.slot is not None:
+            flow.produce(layer)
+    _count(left_tensor, right_tensor, flow)
     batch = _batch_layer(along(left, 0), along(right, 0), flow)
     if batch is not None:
         layers.append(batch)
@@ -48,6 +52,14 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
         flow.freeze_all([added], "it is added to a batched product")
         layers = [Layer(layer.ids, torch.zeros_like(layer.zero), (layer,)) for layer in layers]
     flow.put(call.result, layers)
+
+
+def _count(left: Tensor, right: Tensor, flow: LabelFlow) -> None:
+    """Count the product if one of its operands is a parameter."""
+    for weight, other in ((right, left), (left, right)):
+        if any(layer.slot for layer in flow.layers(weight)):
+            flow.contract(weight, other.numel() // weight.shape[-2 if weight is right else -1], None)
+            return
 
 
 def _batch_layer(left: Layer | None, right: Layer | None, flow: LabelFlow) -> Layer | None:

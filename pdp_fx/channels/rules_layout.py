@@ -278,8 +278,7 @@ def tie_blocks(call: Call, axis: int, blocks: int, across: bool, flow: LabelFlow
 
 
 @rule(
-    aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like,
-    aten.full_like, aten.scalar_tensor, aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
+    aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor, aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
 )  # fmt: skip
 def factory(call: Call, flow: LabelFlow) -> None:
     """A tensor of one value throughout loses any index; one of different values keeps them all."""
@@ -290,6 +289,14 @@ def factory(call: Call, flow: LabelFlow) -> None:
         return
     zero = bool(first == 0)
     flow.put(result, [free_layer(result, axis, zero, flow) for axis, n in enumerate(result.shape) if n > 1])
+
+
+@rule(aten.zeros_like, aten.ones_like, aten.full_like)
+def like(call: Call, flow: LabelFlow) -> None:
+    """A tensor of one value in the shape of another carries the other's channels."""
+    zero = bool((call.result == 0).all())
+    layers = flow.layers(call.args[0])
+    flow.put(call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero)) for layer in layers])
 
 
 @rule(

@@ -48,7 +48,7 @@ def _lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:
 
     def lift(layer: Layer) -> Layer:
         shape = (1,) * (ndim - layer.ids.ndim) + tuple(layer.ids.shape)
-        return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,))
+        return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,), free=layer.free)
 
     return tuple(lift(layer) for layer in layers)
 
@@ -64,10 +64,23 @@ def _avoid_bare_values(
         covered = [frozenset[int]().union(*(layer.support for layer in layers)) for layers in lifted]
         bare = [{axis for axis in range(ndim) if size[axis] > 1} - cover for size, cover in zip(sizes, covered, strict=True)]
         blocked = frozenset[int]().union(*bare)
-        if not any(layer.support & blocked for layers in lifted for layer in layers):
+        stops = [[blocked | _inner_axes(layer, lifted) for layer in layers] for layers in lifted]
+        pairs = [list(zip(layers, stop, strict=True)) for layers, stop in zip(lifted, stops, strict=True)]
+        if not any(layer.support & stop for pair in pairs for layer, stop in pair):
             return lifted
-        kept = [[flow.without(layer, blocked, why) for layer in layers] for layers in lifted]
+        kept = [[flow.without(layer, stop, why) for layer, stop in pair] for pair in pairs]
         lifted = [tuple(_sourced(layer) for layer in layers if layer is not None) for layers in kept]
+
+
+def _inner_axes(layer: Layer, lifted: list[tuple[Layer, ...]]) -> frozenset[int]:
+    """Axes of a layer that lies along several, where another operand has labels along just one.
+
+    Channels inside a head that meet values shared by all heads stay; heads, the outer axis, can go.
+    """
+    if len(layer.support) < 2:
+        return frozenset()
+    single = frozenset[int]().union(*(other.support for layers in lifted for other in layers if len(other.support) == 1))
+    return layer.support & single - {min(layer.support)}
 
 
 def _sourced(layer: Layer) -> Layer:

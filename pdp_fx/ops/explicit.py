@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 class _ExplicitConv(_ConvNd):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.modules.conv import _ConvTransposeNd
@@ -110,13 +109,28 @@ _KINDS = (
     ModuleKind(nn.Conv2d, explicit.ExplicitConv2d, _BOTH, True, _refresh_conv, _fold_rows),
     ModuleKind(nn.Conv3d, explicit.ExplicitConv3d, _BOTH, True, _refresh_conv, _fold_rows),
     ModuleKind(
-        nn.ConvTranspose1d, explicit.ExplicitConvTranspose1d, _BOTH, True, _refresh_transposed, _fold_transposed
+        nn.ConvTranspose1d,
+        explicit.ExplicitConvTranspose1d,
+        _BOTH,
+        True,
+        _refresh_transposed,
+        _fold_transposed,
     ),
     ModuleKind(
-        nn.ConvTranspose2d, explicit.ExplicitConvTranspose2d, _BOTH, True, _refresh_transposed, _fold_transposed
+        nn.ConvTranspose2d,
+        explicit.ExplicitConvTranspose2d,
+        _BOTH,
+        True,
+        _refresh_transposed,
+        _fold_transposed,
     ),
     ModuleKind(
-        nn.ConvTranspose3d, explicit.ExplicitConvTranspose3d, _BOTH, True, _refresh_transposed, _fold_transposed
+        nn.ConvTranspose3d,
+        explicit.ExplicitConvTranspose3d,
+        _BOTH,
+        True,
+        _refresh_transposed,
+        _fold_transposed,
     ),
     ModuleKind(nn.Linear, explicit.ExplicitLinear, _BOTH, True, _refresh_linear, _fold_rows),
     ModuleKind(nn.Embedding, explicit.ExplicitEmbedding, ("weight",), False, _refresh_embedding),

@@ -155,6 +155,28 @@ class DataDependentIfInside(Between):
         return self.branch(x)
 
 
+class TwoWays(nn.Module):
+    """Only one of two layers runs, as a sum over all channels says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if float(x.detach().sum()) > 0 else self.right(x)
+
+
+class DataDependentChoice(DataDependentIfInside):
+    """What one run of it shows does not hold for other inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = TwoWays()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.mid(self.branch(self.stem(x)))))
+
+
 class MeanOverChannels(Between):
     """Spatial attention: the mean over channels divides by their number."""
 
@@ -214,7 +236,7 @@ class DeformableConv(Between):
 
 class FourierChannels(Between):
     def act(self, x: Tensor) -> Tensor:
-        return torch.view_as_real(torch.fft.fft2(x))[..., 0]
+        return torch.fft.ifft2(torch.fft.fft2(x)).abs()
 
 
 class WrittenInPlace(Between):
@@ -350,13 +372,14 @@ REFUSALS = (
     Construct(GroupNormBeforeGrouped, images(), removed=7, reason="statistics of group_norm"),
     Construct(InstanceNorm, images(), removed=7),
     Construct(LayerNormOfImage, images(), removed=3, reason="statistics of layer_norm"),
-    Construct(RmsNormStream, sequences(), removed=8, reason="statistics of rms_norm"),
+    Construct(RmsNormStream, sequences(), removed=8, reason="runs over these channels"),
     Construct(RmsNormByHand, sequences(), removed=8, reason="mean runs over these channels"),
     Construct(WeightNorm, images(), removed=3, reason="norm"),
     Construct(SpectralNorm, images(), removed=3, reason="norm"),
     Construct(StandardisedWeight, images(), removed=3, reason="mean runs over these channels"),
     Construct(DataDependentIf, images(), reason="data"),
     Construct(DataDependentIfInside, images(), removed=3, reason="data"),
+    Construct(DataDependentChoice, images(), removed=3, reason="data"),
     Construct(MeanOverChannels, images(), removed=3, reason="mean runs over these channels"),
     Construct(ConvOverChannels, images(), removed=3, reason="convolution sweeps"),
     Construct(CumsumOverChannels, images(), removed=3, reason="no channel rule for cumsum"),
@@ -371,8 +394,8 @@ REFUSALS = (
         AddedToInput, images(), removed=4, reason="add joins these channels with values that have none"
     ),
     Construct(ReturnsFeatures, images(), removed=3, reason="the model returns these channels"),
-    Construct(Lstm, sequences(), removed=3, reason="lstm"),
-    Construct(Gru, sequences(), removed=3, reason="gru"),
+    Construct(Lstm, sequences(), removed=3, reason="LSTM"),
+    Construct(Gru, sequences(), removed=3, reason="GRU"),
     Construct(BilinearLayer, sequences(), reason="no channel rule for _trilinear"),
     Construct(ChannelAttention, sequences(), removed=4, reason="softmax runs over these channels"),
     Construct(Unpooled, images(), removed=3, reason="no channel rule for max_unpool2d"),

@@ -278,7 +278,7 @@ RESHAPING = (
     Construct(WindowsConstant, images(), removed=8),
     Construct(EinsumWeight, images(), removed=7),
     Construct(EinsumActivations, images(), removed=8),
-    Construct(Gram, images(), removed=4, reason="several axes"),
+    Construct(Gram, images(), removed=4, reason="merged with another axis of channels"),
     Construct(MatmulParameter, sequences(), removed=4),
     Construct(AddmmParameter, sequences(), removed=4),
     Construct(FunctionalLinear, sequences(), removed=4),

@@ -59,7 +59,8 @@ def training_step(
 ) -> float:
     """One step of training and of the schedule; ``call`` is what is run when that is not ``model``."""
     images, labels = batch(seed)
-    loss = functional.cross_entropy((call or model)(images), labels)
+    run = model if call is None else call
+    loss = functional.cross_entropy(run(images), labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -1,0 +1,146 @@
+"""Checkpoints: resuming after a kill, dense checkpoints in and out, and how large ours are."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pdp_fx
+from pdp_fx import PruneSpec, StateError
+from pdp_fx.spec import Rule
+from tests.training.nets import RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
+from tests.training.resumable import STEPS, run
+
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+ROOT = Path(__file__).parents[2]
+
+
+def start(checkpoint: Path, pause: float) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.training.resumable", str(checkpoint), str(pause)]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def wait_for_step(checkpoint: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if checkpoint.exists() and torch.load(checkpoint, weights_only=True)["done"] >= step:
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"step {step} was never reached")
+
+
+def test_a_run_killed_in_the_ramp_resumes_bit_for_bit(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "last.pt"
+    process = start(checkpoint, 0.05)
+    wait_for_step(checkpoint, 12, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = torch.load(checkpoint, weights_only=True)["done"]
+    assert 12 <= done < 34, "the kill came too late to be in the ramp"
+    resumed = run(checkpoint)
+    never_killed = run()
+    assert torch.load(checkpoint, weights_only=True)["done"] == STEPS
+    theirs = never_killed.state_dict()
+    assert resumed.state_dict().keys() == theirs.keys()
+    for name, tensor in resumed.state_dict().items():
+        assert tensor.equal(theirs[name]), name
+    for (name, mask), (_, other) in zip(
+        state(resumed).mask_items(), state(never_killed).mask_items(), strict=True
+    ):
+        weights = [resumed.get_parameter(read) for read in mask.parameters_read]
+        assert mask.pruned(*weights).equal(other.pruned(*weights)), name
+    assert pruned_counts(resumed) == pruned_counts(never_killed)
+    assert sum(pruned_counts(resumed)) > 0
+
+
+@every_rule
+def test_a_state_dict_goes_through_a_file_that_holds_tensors_only(rule: Rule, tmp_path: Path) -> None:
+    model = prepared(rule)
+    optimizer = sgd(model)
+    for seed in range(3):
+        training_step(model, optimizer, seed)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    again = prepared(rule)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    images = batch(7)[0]
+    assert again(images).equal(model(images))
+    assert int(state(again).counter) == 3
+    again_sgd = sgd(again)
+    again_sgd.load_state_dict(optimizer.state_dict())
+    assert training_step(again, again_sgd, 3) == training_step(model, optimizer, 3)
+
+
+@every_rule
+def test_a_dense_checkpoint_loads_strictly_and_back(rule: Rule) -> None:
+    torch.manual_seed(5)
+    dense = Net()
+    model = prepared(rule)
+    model.load_state_dict(dense.state_dict())
+    images = batch(7)[0]
+    assert model(images).equal(dense(images))
+    training_step(model, sgd(model), 0)
+    mine = model.state_dict()
+    back = Net()
+    back.load_state_dict({name: tensor for name, tensor in mine.items() if not name.startswith("pdp.")})
+    assert back.eval()(images).equal(model.eval()(images))
+
+
+def test_a_dense_checkpoint_loaded_in_the_ramp_keeps_the_schedule() -> None:
+    model = prepared(RULES["unstructured"])
+    optimizer = sgd(model)
+    for seed in range(4):
+        training_step(model, optimizer, seed)
+    counts = pruned_counts(model)
+    model.load_state_dict(Net().state_dict())
+    assert int(state(model).counter) == 4
+    assert pruned_counts(model) == counts
+
+
+def test_a_checkpoint_of_another_spec_is_refused_by_name() -> None:
+    saved = prepared(RULES["channels"]).state_dict()
+    with pytest.raises(RuntimeError, match=r"pdp\.masks"):
+        prepared(RULES["unstructured"]).load_state_dict(saved)
+
+
+class Narrow(nn.Module):
+    """As many masked layers and as few weights as the ResNet20 of CIFAR-10: the worst case among real nets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(116, 116, bias=False) for _ in range(20)]
+        self.layers = nn.Sequential(*[part for layer in layers for part in (layer, nn.BatchNorm1d(116))])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map (n, 116) to (n, 116)."""
+        return self.layers(rows)
+
+
+@every_rule
+def test_a_checkpoint_is_less_than_one_percent_larger_than_the_dense_one(rule: Rule) -> None:
+    dense = Narrow()
+    model = pdp_fx.prepare(dense, PruneSpec(rule), torch.ones(2, 116))
+    assert len(state(model).masks) >= 19
+    added = _bytes(model.state_dict()) - _bytes(dense.state_dict())
+    assert added < 0.01 * _bytes(dense.state_dict())
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    return file.getbuffer().nbytes
+
+
+def test_a_converted_model_is_not_a_prepared_one() -> None:
+    model = prepared(RULES["unstructured"])
+    optimizer = sgd(model)
+    for seed in range(6):
+        training_step(model, optimizer, seed)
+    with pytest.raises(StateError, match="prepare"):
+        pdp_fx.step(pdp_fx.convert(model))
