@@ -117,8 +117,9 @@ def _rules_by_owner(parameter: str, gm: fx.GraphModule, ctx: Context) -> dict[st
     return {name: ctx.spec.rule_for(name, ctx.modules[name]) for name in owners}
 
 
-def _tensors_of(module: nn.Module) -> tuple[Tensor | None, ...]:
-    return *module._parameters.values(), *module._buffers.values()
+def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return tuple(tensor for _, tensor in own)
 
 
 def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:

@@ -15,7 +15,7 @@ from pdp_fx.channels.analysis import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.explicit import reclass
-from pdp_fx.ops.kinds import kind_of, owned_names
+from pdp_fx.ops.kinds import kind_of, named_modules, owned_names
 from pdp_fx.passes.choose_targets import Plan
 
 
@@ -81,10 +81,9 @@ def _expose(gm: fx.GraphModule, node: fx.Node, wanted: set[str], names: dict[int
 
 def swap_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put ``new`` in place of ``old`` everywhere in ``root``, under all its names."""
-    for module in list(root.modules()):
-        for name, child in module._modules.items():
-            if child is old:
-                module._modules[name] = new
+    for name, module in named_modules(root):
+        if module is old:
+            root.set_submodule(name, new)
 
 
 def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:

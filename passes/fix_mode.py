@@ -10,10 +10,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import fx, nn
+from torch import fx
 from torch.fx.node import map_aggregate
 
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.ops.kinds import named_modules
 from pdp_fx.tracing.modes import When
 
 
@@ -25,10 +26,11 @@ class FixMode(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         gm.eval()
+        modules = frozenset(name for name, _ in named_modules(gm))
         known: dict[fx.Node, Any] = {}
         for node in gm.graph.nodes:
             _substitute(node, known)
-            if _is_flag(gm, node):
+            if _is_flag(node, modules):
                 known[node] = False
             elif node.target is operator.not_ and isinstance(node.args[0], bool):
                 known[node] = not node.args[0]
@@ -55,20 +57,19 @@ def _substitute(node: fx.Node, known: dict[fx.Node, Any]) -> None:
     node.args, node.kwargs = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
 
 
-def _is_flag(gm: fx.GraphModule, node: fx.Node) -> bool:
+def _is_flag(node: fx.Node, modules: frozenset[str]) -> bool:
     """Whether ``node`` reads the training flag of a module."""
     if node.target is not getattr or node.args[1] != "training" or not isinstance(node.args[0], fx.Node):
         return False
-    owner = node.args[0]
-    return owner.op == "get_attr" and isinstance(gm.get_submodule(str(owner.target)), nn.Module)
+    return node.args[0].op == "get_attr" and str(node.args[0].target) in modules
 
 
 def _call_plainly(node: fx.Node, function: Any) -> None:
     """Turn a call that had a condition into one without."""
     node.target, node.args = function, node.args[1:]
     if function is operator.call:
-        module, *args = node.args
-        node.op, node.target, node.args = "call_module", module.target, tuple(args)
+        module = node.all_input_nodes[0]
+        node.op, node.target, node.args = "call_module", module.target, node.args[1:]
 
 
 def _erase(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, Any]) -> None:

@@ -74,8 +74,12 @@ def _foldable(gm: fx.GraphModule, norm: fx.Node, uses: Counter[int]) -> Pair | N
         for part in (owner, *owner.parameters(), *owner.buffers())
     )
     tracked = cast(Any, module).running_mean is not None
-    hooked = any(owner._forward_hooks or owner._forward_pre_hooks for owner in (module, before))
+    hooked = _has_hooks(module) or _has_hooks(before)
     return (layer, norm, fold) if fold is not None and alone and tracked and not hooked else None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(vars(module)[table] for table in ("_forward_hooks", "_forward_pre_hooks"))
 
 
 def _on_channels(gm: fx.GraphModule, pairs: list[Pair], inputs: Inputs | None) -> list[Pair]:

@@ -12,6 +12,7 @@ from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.masks import ChannelMask
 from pdp_fx.ops.explicit import mask_axis
+from pdp_fx.ops.masked_norm import PLAIN
 from pdp_fx.pruner import CHILD, Pruner, parameters_of
 
 
@@ -31,6 +32,8 @@ class HardenMasks(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         gm.eval()
         ctx.put(Dropped(_dropped_rows(gm, ctx.get(Pruner))))
+        for node in gm.graph.nodes:
+            _unmask_norm(node)
         values: dict[fx.Node, Tensor] = {}
         roots: dict[fx.Node, str] = {}
         with torch.no_grad():
@@ -62,6 +65,15 @@ class HardenMasks(Pass):
         for name, value in final.items():
             old = gm.get_parameter(name)
             swap_tensor(gm, old, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
+
+
+def _unmask_norm(node: fx.Node) -> None:
+    """Take the mask from a norm: its channels will be gone."""
+    if node.op == "call_function" and node.target in PLAIN:
+        node.target = PLAIN[node.target]
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("mask", "axis")}
+    elif node.op == "call_module" and "mask" in node.kwargs:
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "mask"}
 
 
 def _fold(
@@ -100,7 +112,7 @@ def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, .
 def swap_tensor(root: nn.Module, old: Tensor, new: Tensor) -> None:
     """Put ``new`` in place of ``old`` everywhere in ``root``, wherever it is shared."""
     for module in root.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is old:
-                    table[name] = new  # pyright: ignore[reportArgumentType]
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in own:
+            if tensor is old:
+                setattr(module, name, new)

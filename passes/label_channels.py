@@ -22,5 +22,6 @@ class LabelChannels(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         if ctx.example_inputs is not None:
             with trial(gm):
-                ctx.put(analyse(gm, fresh(ctx.example_inputs), ctx.get(Sites).maskable))
+                maskable = ctx.get(Sites).maskable
+                ctx.put(analyse(gm, fresh(ctx.example_inputs), maskable, ctx.spec.through_norms))
         return False

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import fx
 
 from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.masks import ChannelMask, MaskLayout, Producer
-from pdp_fx.ops.explicit import mask_axis
+from pdp_fx.ops.explicit import mask_axis, reclass
+from pdp_fx.ops.kinds import kind_of
+from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.passes.choose_targets import Plan
-from pdp_fx.passes.expose_parameters import Exposed, masked_slots
+from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_module
 from pdp_fx.pruner import CHILD, Pruner
 
 Placed = list[tuple[ChannelGroup, fx.Node]]
@@ -32,16 +35,17 @@ class MaskChannels(Pass):
     name: ClassVar[str] = "mask-channels"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        slots = masked_slots(ctx)
-        found = ctx.get(ChannelMap) if slots else None
-        if found is None:
+        slots, plan = masked_slots(ctx), ctx.get(Plan)
+        if not plan.groups:
             return False
+        found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
         order = {node: place for place, node in enumerate(gm.graph.nodes)}
-        exposed = ctx.get(Exposed)
+        norms = [(_node_called(gm, site.node), site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
         placed: Placed = []
-        for group, rule in ctx.get(Plan).groups:
+        for group, rule in plan.groups:
             carriers = [exposed.nodes[slot.tensor] for slot in slots if slot in group.members]
-            before = min(carriers, key=lambda node: order.get(node, len(order)))
+            carriers += [node for node, _, classes in norms if np.isin(classes, group.classes).any()]
+            before = min(carriers, key=lambda node: order[node])
             mask = ChannelMask(
                 tuple(slot.tensor for slot in group.producers),
                 ctx.spec.tau,
@@ -52,6 +56,8 @@ class MaskChannels(Pass):
             placed.append((group, _insert_mask(gm, before, key, mask)))
         for slot in slots:
             _multiply(gm, slot, found, placed, ctx)
+        for node, axis, classes in norms:
+            _mask_norm(gm, node, axis, classes, placed, ctx)
         return True
 
 
@@ -75,26 +81,54 @@ def _insert_mask(gm: fx.GraphModule, before: fx.Node, key: str, mask: ChannelMas
 
 def _multiply(gm: fx.GraphModule, slot: Slot, found: ChannelMap, placed: Placed, ctx: Context) -> None:
     """Multiply one parameter axis by the masks of the groups that it carries."""
-    exposed = ctx.get(Exposed)
-    read = exposed.nodes[slot.tensor]
-    here = [(group, node) for group, node in placed if slot in group.members]
-    index = _layout(found.slots[slot], [group for group, _ in here])
-    place = read
-    mask = here[0][1]
-    if len(here) > 1 or index != tuple(range(here[0][0].width)):
-        name = f"{slot.tensor.replace('.', '_')}_{slot.axis}"
-        ctx.get(Pruner).layouts[name] = MaskLayout(index)
-        with gm.graph.inserting_after(read):
-            nodes = tuple(node for _, node in here)
-            place = mask = gm.graph.create_node(
-                "call_module", f"{CHILD}.layouts.{name}", nodes, name=f"{name}_mask"
-            )
-        mask.meta = dict(read.meta)
-    with gm.graph.inserting_after(place):
+    read = ctx.get(Exposed).nodes[slot.tensor]
+    after, mask = _mask_along(gm, read, found.slots[slot], f"{slot.tensor}.{slot.axis}", placed, ctx)
+    with gm.graph.inserting_after(after):
         name = f"{slot.tensor.replace('.', '_')}_masked"
         masked = gm.graph.create_node("call_function", mask_axis, (read, mask, slot.axis), name=name)
     masked.meta = dict(read.meta)
-    exposed.wrap(slot.tensor, masked)
+    ctx.get(Exposed).wrap(slot.tensor, masked)
+
+
+def _mask_along(
+    gm: fx.GraphModule, after: fx.Node, classes: np.ndarray, name: str, placed: Placed, ctx: Context
+) -> tuple[fx.Node, fx.Node]:
+    """The mask along an axis of these classes, computed after ``after``; also where to go on from."""
+    here = [(group, node) for group, node in placed if np.isin(classes, group.classes).any()]
+    index = _layout(classes, [group for group, _ in here])
+    if len(here) == 1 and index == tuple(range(here[0][0].width)):
+        return after, here[0][1]
+    key = name.replace(".", "_")
+    ctx.get(Pruner).layouts[key] = MaskLayout(index)
+    with gm.graph.inserting_after(after):
+        nodes = tuple(node for _, node in here)
+        mask = gm.graph.create_node("call_module", f"{CHILD}.layouts.{key}", nodes, name=f"{key}_mask")
+    mask.meta = dict(after.meta)
+    return mask, mask
+
+
+def _mask_norm(
+    gm: fx.GraphModule, node: fx.Node, axis: int, classes: np.ndarray, placed: Placed, ctx: Context
+) -> None:
+    """Give a node whose statistics run over channels the mask of those channels."""
+    if not any(np.isin(classes, group.classes).any() for group, _ in placed):
+        return
+    _, mask = _mask_along(gm, node.prev, classes, f"{node.name}.{axis}", placed, ctx)
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        kind = kind_of(module)
+        if kind is not None and type(module) is kind.plain:
+            swap_module(gm, module, reclass(module, kind.explicit))
+        node.update_kwarg("mask", mask)
+        return
+    if node.op == "call_method" or node.target is torch.mean:
+        node.update_kwarg("axis", axis)
+    node.op, node.target = "call_function", MASKED[node.target]
+    node.update_kwarg("mask", mask)
+
+
+def _node_called(gm: fx.GraphModule, name: str) -> fx.Node:
+    return next(node for node in gm.graph.nodes if node.name == name)
 
 
 def _layout(classes: np.ndarray, groups: list[ChannelGroup]) -> tuple[int, ...]:

@@ -39,9 +39,8 @@ class ShrinkChannels(Pass):
                 "channels can only be removed with the example inputs that the model was prepared on"
             )
         with trial(gm):
-            found = analyse(
-                gm, fresh(ctx.example_inputs), frozenset(name for name, _ in gm.named_parameters())
-            )
+            maskable = frozenset(name for name, _ in gm.named_parameters())
+            found = analyse(gm, fresh(ctx.example_inputs), maskable, ctx.spec.through_norms)
         gone = _gone_classes(found, rows)
         _resize_nodes(gm, found, gone)
         _slice_tensors(gm, found, gone)
@@ -102,6 +101,12 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
                 (~np.isin(found.classes[contraction.inputs.numpy()], gone)).sum()
             )
     names = owned_names(gm)
+    normalised = {site.node: int((~np.isin(found.classes[site.ids.numpy()], gone)).sum()) for site in found.norms}
+    for node in gm.graph.find_nodes(op="call_module"):
+        module = gm.get_submodule(str(node.target))
+        kind = kind_of(module)
+        if kind is not None and node.name in normalised:
+            kind.refresh(module, normalised[node.name])
     for module in gm.modules():
         kind = kind_of(module)
         if kind is None:

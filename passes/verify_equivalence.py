@@ -53,8 +53,8 @@ class VerifyEquivalence(Pass):
             return
         if not verified.difference <= reference.tolerance:
             raise VerifyError(
-                f"the converted model differs from the prepared one by {verified.difference:.2e} of the output's "
-                f"scale; at most {reference.tolerance:.0e} is expected. The model you gave is untouched"
+                f"the converted model differs from the prepared one by {verified.difference:.2e} of the "
+                f"output's scale; at most {reference.tolerance:.0e} is expected. The model you gave is untouched"
             )
 
 
@@ -64,7 +64,9 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
     with trial(gm):
         result = gm(*args, **kwargs)
     return tuple(
-        leaf.detach().clone() for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        leaf.detach().clone()
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
     )
 
 

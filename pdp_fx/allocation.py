@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,19 +37,17 @@ def allocate(scores: Sequence[Tensor], total: int, most: Sequence[int]) -> list[
             f"{total} units are to be pruned, but the layers may lose {sum(most)} at most; "
             "lower the ratio, min_keep or min_channels"
         )
-    counts = [0] * len(scores)
-    open_ = list(range(len(scores)))
-    while open_:
-        left = total - sum(counts[index] for index in range(len(scores)) if index not in open_)
-        shares = _ranked([scores[index] for index in open_], left)
-        for index, share in zip(open_, shares, strict=True):
-            counts[index] = share
-        full = [index for index in open_ if counts[index] > most[index]]
+    counts: list[int] = [0] * len(scores)
+    ranked: list[int] = list(range(len(scores)))
+    while ranked:
+        left = total - sum(counts[index] for index in range(len(scores)) if index not in ranked)
+        shares = _ranked([scores[index] for index in ranked], left)
+        for index, share in zip(ranked, shares, strict=True):
+            counts[index] = min(share, most[index])
+        full = [index for index, share in zip(ranked, shares, strict=True) if share > most[index]]
         if not full:
             return counts
-        for index in full:
-            counts[index] = most[index]
-        open_ = [index for index in open_ if index not in full]
+        ranked = [index for index in ranked if index not in full]
     return counts
 
 
@@ -56,7 +55,8 @@ def _ranked(scores: list[Tensor], total: int) -> list[int]:
     """How many of the ``total`` lowest scores lie in each tensor."""
     flat = torch.cat([score.detach().reshape(-1).to(torch.float64) for score in scores])
     chosen = smallest(flat, total)
-    return [int(part.sum()) for part in chosen.split([score.numel() for score in scores])]
+    parts = cast(tuple[Tensor, ...], chosen.split([score.numel() for score in scores]))
+    return [int(part.sum()) for part in parts]
 
 
 def most_prunable(size: int, ratio: float, min_keep: float, least: int = 1) -> int:

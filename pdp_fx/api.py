@@ -17,6 +17,7 @@ from pdp_fx.example_inputs import matching, normalised
 from pdp_fx.field_checks import described
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
+from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
@@ -69,7 +70,7 @@ def prepare(
     _part_from(gm, model)
     pruner = Pruner(spec, inputs)
     gm.add_submodule(CHILD, pruner)
-    ctx = Context(spec, inputs, dict(model.named_modules(remove_duplicate=False)))
+    ctx = Context(spec, inputs, dict(named_modules(model)))
     ctx.put(pruner)
     PREPARE.run(gm, ctx, on_pass)
     _keep_findings(pruner, ctx)
@@ -188,18 +189,10 @@ def _prepared(model: nn.Module, verb: str) -> tuple[fx.GraphModule, Pruner]:
 
 def _part_from(gm: fx.GraphModule, model: nn.Module) -> None:
     """Give ``gm`` its own modules in place of those that it has in common with ``model``."""
-    theirs = set(model.modules())
-    ours: dict[nn.Module, nn.Module] = {}
-
-    def own(module: nn.Module) -> nn.Module:
-        if module not in ours:
-            ours[module] = twin(module) if module in theirs else module
-            for name, child in module._modules.items():
-                if child is not None:
-                    ours[module]._modules[name] = own(child)
-        return ours[module]
-
-    own(gm)
+    theirs, twins = set(model.modules()), dict[nn.Module, nn.Module]()
+    for name, module in named_modules(gm):
+        if module in theirs:
+            gm.set_submodule(name, twins.setdefault(module, twin(module)))
 
 
 def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
@@ -212,7 +205,7 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
         )
     if find(model) is not None:
         raise StateError("the model is prepared already; call convert(model), or prepare the original model")
-    spec.check_matches(dict(model.named_modules(remove_duplicate=False)))
+    spec.check_matches(dict(named_modules(model)))
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")

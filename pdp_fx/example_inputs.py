@@ -7,7 +7,7 @@ example inputs are for our own knowledge, so each starts from the same state and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def matching(inputs: Inputs, model: nn.Module) -> Inputs:
 
 
 @contextlib.contextmanager
-def trial(gm: fx.GraphModule) -> Iterator[None]:
+def trial(gm: fx.GraphModule) -> Generator[None]:
     """Run things in eval mode and with fixed random numbers; ``gm`` is put back as it was."""
     with preserved(gm), evaluating(gm), torch.no_grad():
         torch.manual_seed(0)

@@ -38,6 +38,13 @@ def one_of(what: str, value: object, options: tuple[str, ...]) -> str:
     raise SpecError(f"{what} must be {accepted}, got {described(value)}{did_you_mean(value, options)}")
 
 
+def truth(what: str, value: object) -> bool:
+    """`value` if it is True or False, else a `SpecError` naming `what`."""
+    if isinstance(value, bool):
+        return value
+    raise SpecError(f"{what} must be True or False, got {described(value)}")
+
+
 def did_you_mean(word: object, options: Iterable[str], most: int = 1) -> str:
     """The end of a sentence: `; did you mean 'x'?` with the options closest to `word`, else nothing."""
     close = difflib.get_close_matches(str(word), list(options), n=most)

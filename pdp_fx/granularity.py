@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from pdp_fx.errors import SpecError
-from pdp_fx.field_checks import described, finite_number, store, whole_number
+from pdp_fx.field_checks import described, finite_number, store, truth, whole_number
 
 
 @final
@@ -71,19 +71,23 @@ class Channels:
         mac_reduction: share of the multiply-accumulates to save, 0 < mac_reduction < 1; 0.5 halves them.
         round_to: the kept channel count is a multiple of this (16 suits AVX-512), where the layer allows it.
         min_channels: the least number of channels a layer keeps.
+        through_norms: whether channels that LayerNorm, RMSNorm or a mean runs over may go too, such as the
+            residual stream of a transformer; their statistics then run over the kept channels while training.
+            GroupNorm always does.
 
     Raises:
         SpecError: neither or both targets are given, or a value is out of its range.
 
     Example:
         >>> Channels(mac_reduction=0.5, round_to=16)
-        Channels(ratio=None, mac_reduction=0.5, round_to=16, min_channels=1)
+        Channels(ratio=None, mac_reduction=0.5, round_to=16, min_channels=1, through_norms=False)
     """
 
     ratio: float | None = None
     mac_reduction: float | None = None
     round_to: int = 1
     min_channels: int = 1
+    through_norms: bool = False
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.mac_reduction is None):
@@ -100,6 +104,7 @@ class Channels:
             self,
             round_to=whole_number("Channels: round_to", self.round_to, 1),
             min_channels=whole_number("Channels: min_channels", self.min_channels, 1),
+            through_norms=truth("Channels: through_norms", self.through_norms),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -190,15 +191,18 @@ class ChannelMask(Mask):
 
     def scores(self, *weights: Tensor) -> Tensor:
         """Root mean square weight of every channel, shape (width,), float32 or float64."""
-        total, fan = 0, 0
+        energies: list[Tensor] = []
+        entries: list[Tensor] = []
         for index, (weight, producer) in enumerate(zip(weights, self.producers, strict=True)):
             energy = _energy(weight, producer.axis)
-            entries = torch.full_like(energy, weight.numel() // weight.shape[producer.axis])
+            fan = torch.full_like(energy, weight.numel() // weight.shape[producer.axis])
             if producer.places is not None:
                 places = self.get_buffer(f"places_{index}")
-                energy, entries = self._gathered(energy, places), self._gathered(entries, places)
-            total, fan = total + energy, fan + entries
-        return torch.sqrt(torch.clamp(total / fan, min=torch.finfo(torch.float32).tiny))
+                energy, fan = self._gathered(energy, places), self._gathered(fan, places)
+            energies.append(energy)
+            entries.append(fan)
+        mean = sum(energies[1:], energies[0]) / sum(entries[1:], entries[0])
+        return torch.sqrt(torch.clamp(mean, min=torch.finfo(torch.float32).tiny))
 
     def _gathered(self, rows: Tensor, places: Tensor) -> Tensor:
         """Sum rows into the channels of the group; rows outside it fall into a spare place."""
@@ -219,8 +223,8 @@ class ChannelMask(Mask):
 def _energy(weight: Tensor, axis: int) -> Tensor:
     """Sum of squares of every row along ``axis``."""
     others = [other for other in range(weight.ndim) if other != axis]
-    norm = torch.linalg.vector_norm(weight, dim=others, dtype=compute_dtype(weight.dtype))
-    return norm.square()
+    dtype = compute_dtype(weight.dtype)
+    return cast(Tensor, torch.linalg.vector_norm(weight, dim=others, dtype=dtype)).square()
 
 
 class MaskLayout(nn.Module):

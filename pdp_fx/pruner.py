@@ -92,16 +92,15 @@ class Pruner(nn.Module):
     def advance_masks(self) -> None:
         """Set the counts of all masks to what the targets and the counter say."""
         for _, mask in self.mask_items():
-            if mask.allocated:
-                mask.advance(self.share)
+            mask.advance(self.share if mask.allocated else 0.0)
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
         counts = self.plan(gm)
         if not any(counts.values()) and len(counts) == len(self.masks):
             raise SpecError(
-                "nothing would be pruned: the ratio rounds to no weight and no channel in any layer, or min_channels "
-                "and round_to keep them all; raise the ratio, or lower those two"
+                "nothing would be pruned: the ratio rounds to no weight and no channel in any layer, or "
+                "min_channels and round_to keep them all; raise the ratio, or lower those two"
             )
 
     def fix_targets(self, gm: fx.GraphModule) -> None:
@@ -119,7 +118,7 @@ class Pruner(nn.Module):
                 pools.setdefault(self.rules[name], []).append(name)
         if sum(_aims_at_macs(rule) for rule in pools) > 1:
             raise SpecError(
-                "the spec has two different mac_reduction targets, but each is meant for the model as a whole; "
+                "the spec has two different mac_reduction targets, but each is meant for the whole model; "
                 "give one mac_reduction, and ratios to the layers that shall differ"
             )
         targets: dict[str, int] = {}
@@ -135,7 +134,7 @@ class Pruner(nn.Module):
         sizes = [weight.numel() for weight in weights]
         _refuse_unfit([self._mask(name).parameters_read[0] for name in names], weights)
         if self.spec.allocation == "uniform":
-            return {name: min(round(rule.ratio * n), n - 1) for name, n in zip(names, sizes, strict=True)}
+            return {name: max(min(round(rule.ratio * n), n - 1), 0) for name, n in zip(names, sizes, strict=True)}
         most = [most_prunable(size, rule.ratio, self.spec.min_keep) for size in sizes]
         counts = allocate([weight.abs() for weight in weights], round(rule.ratio * sum(sizes)), most)
         return dict(zip(names, counts, strict=True))
@@ -224,7 +223,7 @@ def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
     """All prepared graph modules inside ``model``, itself included, with their states."""
     found: list[tuple[fx.GraphModule, Pruner]] = []
     for module in model.modules():
-        state = module._modules.get(CHILD)
+        state = getattr(module, CHILD, None)
         if isinstance(module, fx.GraphModule) and isinstance(state, Pruner):
             found.append((module, state))
     return found

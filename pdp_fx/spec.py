@@ -99,6 +99,12 @@ class PruneSpec:
         override = winner(self.overrides, name, module_type)
         return self.default if override is None else override[1]
 
+    @property
+    def through_norms(self) -> bool:
+        """Whether any rule lets channels go that LayerNorm, RMSNorm or a mean runs over."""
+        rules = [self.default, *(rule for _, rule in self.overrides)]
+        return any(isinstance(rule, Channels) and rule.through_norms for rule in rules)
+
     def check_matches(self, modules: Mapping[str, nn.Module]) -> None:
         """Check that every override matches one of a model's modules at least, given by name.
 

@@ -12,17 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels import rules_attention, rules_compute, rules_layout, rules_norm
-from pdp_fx.channels.flow import RULES, Call, Contraction, Labelled, LabelFlow, Record, Rule, place_arguments, run
+from pdp_fx.channels.flow import RULES, Call, Contraction, Labelled, LabelFlow, NormSite, Record, Rule, place_arguments, run
 from pdp_fx.channels.labels import Layer, Reason, Slot
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rewrites import Kept
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.errors import PassError
+from pdp_fx.ops.kinds import kind_of
+from pdp_fx.ops.masked_norm import MASKED
 
 RULE_MODULES = (rules_attention, rules_compute, rules_layout, rules_norm)
 """Imported so that their rules are registered."""
@@ -65,6 +68,7 @@ class ChannelMap:
         frozen: groups whose channels stay, each with its reasons.
         slots: the class of every index of every parameter and buffer axis.
         masked: the parameter axes that must be masked so that dropped channels are 0.
+        norms: nodes that normalise over channels, to be given masks.
         contractions: where weights are multiplied, for counting.
         shapes: the shape of every parameter and buffer.
         values: the tensors that each node gave.
@@ -78,6 +82,7 @@ class ChannelMap:
     frozen: tuple[ChannelGroup, ...]
     slots: dict[Slot, np.ndarray]
     masked: frozenset[Slot]
+    norms: tuple[NormSite, ...]
     contractions: tuple[Contraction, ...]
     shapes: dict[str, tuple[int, ...]]
     values: dict[str, tuple[Labelled, ...]]
@@ -104,25 +109,48 @@ class ChannelMap:
         return Kept(value, stays)
 
 
-def analyse(gm: fx.GraphModule, inputs: Inputs, maskable: frozenset[str]) -> ChannelMap:
+def analyse(
+    gm: fx.GraphModule, inputs: Inputs, maskable: frozenset[str], through_norms: bool = False
+) -> ChannelMap:
     """Run ``gm`` on ``inputs`` once, in eval mode, and return its channel structure.
 
     Args:
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
         maskable: names of the parameters that a mask can be put on.
+        through_norms: whether channels that LayerNorm, RMSNorm or a mean runs over may go.
     """
-    flow = LabelFlow(gm, maskable, rule_of)
+    flow = LabelFlow(gm, maskable, rule_of, through_norms)
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
+        _settle_norm(flow, result)
         check_sizes(gm, node, flow, result)
         if node.op == "output":
             flow.freeze_all([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], RETURNED)
 
-    record = run(gm, inputs, flow, after)
+    def can_mask(node: fx.Node) -> bool:
+        if node.op == "call_module":
+            kind = kind_of(gm.get_submodule(str(node.target)))
+            return kind is not None and kind.takes_mask
+        return node.target in MASKED
+
+    record = run(gm, inputs, flow, after, can_mask)
     tensors = [leaf for leaf in tree_leaves(place_arguments(gm, inputs)) if isinstance(leaf, Tensor)]
     batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
     return _solve(record, batch)
+
+
+def _settle_norm(flow: LabelFlow, result: Any) -> None:
+    """A norm that is given a mask multiplies by it: what it gives is 0 where a channel is dropped."""
+    masked = [site.ids for site in flow.record.norms if site.node == flow.node]
+    if not masked or not isinstance(result, Tensor):
+        return
+    known = {int(label) for ids in masked for label in ids}
+    layers = [
+        Layer(layer.ids, torch.ones_like(layer.zero)) if set(layer.ids.reshape(-1).tolist()) <= known else layer
+        for layer in flow.layers(result)
+    ]
+    flow.put(result, layers)
 
 
 def rule_of(call: Call) -> Rule:
@@ -157,6 +185,7 @@ def _solve(record: Record, batch: int) -> ChannelMap:
         frozen=tuple(group for group in groups if group.reasons),
         slots=slots,
         masked=_masked(record.demands),
+        norms=tuple(record.norms),
         contractions=tuple(record.contractions),
         shapes=record.shapes,
         values=record.values,

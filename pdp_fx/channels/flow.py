@@ -39,6 +39,21 @@ class Contraction:
 
 
 @dataclass(frozen=True)
+class NormSite:
+    """A node whose statistics run over channels, and which can be given a mask of them.
+
+    Attributes:
+        node: the graph node.
+        axis: the axis of its input that the channels lie along.
+        ids: the labels along that axis.
+    """
+
+    node: str
+    axis: int
+    ids: Tensor
+
+
+@dataclass(frozen=True)
 class Call:
     """One aten operation that has just run."""
 
@@ -107,6 +122,7 @@ class Record:
         contractions: uses of weights.
         demands: layers that must be 0 where their channel is dropped.
         grids: labels that lie along several axes.
+        norms: nodes that normalise over channels, to be given masks.
         counted: labels whose number along an axis must not change, with the reason.
         values: the tensors that each node gave, in order.
         numbers: the numbers that nodes gave.
@@ -121,6 +137,7 @@ class Record:
     contractions: list[Contraction] = field(default_factory=list[Contraction])
     demands: list[Layer] = field(default_factory=list[Layer])
     grids: list[Tensor] = field(default_factory=list[Tensor])
+    norms: list[NormSite] = field(default_factory=list[NormSite])
     counted: list[tuple[Tensor, int, Reason]] = field(default_factory=list[tuple[Tensor, int, Reason]])
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
@@ -135,14 +152,20 @@ class LabelFlow(TorchDispatchMode):
         gm: the graph module; its parameters and buffers are labelled axis by axis.
         maskable: names of the parameters that a mask can be put on.
         rules: finds the rule of an operation.
+        through_norms: whether channels that LayerNorm, RMSNorm or a mean runs over may go.
     """
 
-    def __init__(self, gm: fx.GraphModule, maskable: frozenset[str], rules: Callable[[Call], Rule]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, maskable: frozenset[str], rules: Callable[[Call], Rule], through_norms: bool
+    ) -> None:
         super().__init__()
+        self.through_norms = through_norms
+        self.norm_remedy = "" if through_norms else "Channels(through_norms=True) gives it masked statistics"
         self.record = Record()
         self.node = "input"
         self.source = ""
         self.sized: list[Sized] = []
+        self.masks_norm = False
         self._rules = rules
         self._maskable = maskable
         self._layers = WeakTensorKeyDictionary()
@@ -228,6 +251,14 @@ class LabelFlow(TorchDispatchMode):
             layer = Layer(first, layer.zero.all(dim=axis, keepdim=True), (layer,), free=layer.free)
         return layer
 
+    def normalise(self, layer: Layer, axis: int, why: str) -> bool:
+        """Take note that statistics run over this layer's channels; freeze them where no mask can be given."""
+        if self.masks_norm and layer.support == {axis}:
+            self.record.norms.append(NormSite(self.node, axis, layer.ids.reshape(-1)))
+            return True
+        self.freeze(layer.ids, why, self.norm_remedy)
+        return False
+
     def demand(self, layer: Layer) -> None:
         """Say that this layer's elements must be 0 when their channel is dropped."""
         self.record.demands.append(layer)
@@ -245,18 +276,23 @@ class LabelFlow(TorchDispatchMode):
             self.record.contractions.append(Contraction(name, positions, self.node, inputs))
 
 
+After = Callable[[fx.Node, LabelFlow, Any], None]
+
+
 class _FlowInterpreter(fx.Interpreter):
     """Runs the graph and tells the flow which node is running."""
 
-    def __init__(self, gm: fx.GraphModule, flow: LabelFlow, after: Callable[[fx.Node, LabelFlow, Any], None]) -> None:
+    def __init__(self, gm: fx.GraphModule, flow: LabelFlow, after: After, can_mask: Callable[[fx.Node], bool]) -> None:
         super().__init__(gm)
         self.flow = flow
         self.after = after
+        self.can_mask = can_mask
 
     def run_node(self, n: fx.Node) -> Any:
         self.flow.node = n.name
         self.flow.source = str(n.meta.get("source", ""))
         self.flow.sized = []
+        self.flow.masks_norm = self.can_mask(n)
         result = super().run_node(n)
         self.after(n, self.flow, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -283,12 +319,13 @@ def run(
     gm: fx.GraphModule,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     flow: LabelFlow,
-    after: Callable[[fx.Node, LabelFlow, Any], None],
+    after: After,
+    can_mask: Callable[[fx.Node], bool],
 ) -> Record:
     """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it saw."""
     placed = place_arguments(gm, inputs)
     with evaluating(gm), torch.no_grad(), flow:
-        _FlowInterpreter(gm, flow, after).run(*placed)
+        _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
     return flow.record
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow, Tainted
-from pdp_fx.channels.rewrites import GROUPED, rewrite_of
+from pdp_fx.channels.rewrites import always_told, rewrite_of
 
 SIZE_FREE: frozenset[Any] = frozenset({
     torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum, torch.addmm,
@@ -48,7 +48,7 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     """Note that ``node`` must be resized, or freeze what it lays out by sizes that cannot be."""
     rewrite = rewrite_of(gm, node)
     _follow_numbers(node, flow, result, rewrite is not None)
-    if not flow.sized and node.target not in GROUPED:
+    if not flow.sized and not always_told(node):
         return
     if rewrite is not None and rewrite.fits(node, flow.record):
         flow.record.resized.append(node.name)

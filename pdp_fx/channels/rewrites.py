@@ -326,6 +326,23 @@ RESIZERS: dict[Any, Rewrite] = {
 MODULE_RESIZERS: dict[type[nn.Module], Rewrite] = {nn.Unflatten: Rewrite(_unflatten_module)}
 """Modules that hold sizes of their own."""
 
+def _normalized_shape(node: fx.Node, job: Job) -> None:
+    """A norm over the channels is told how many there are."""
+    last = len(job.source.value.shape) - 1
+    if not job.source.changes(last):
+        return
+    if len(node.args) > 1:
+        node.update_arg(1, (job.source.size(last),))
+    else:
+        node.update_kwarg("normalized_shape", (job.source.size(last),))
+
+
+_NORM = Rewrite(_normalized_shape)
+NORMS: dict[Any, Rewrite] = {
+    functional.layer_norm: _NORM, torch.layer_norm: _NORM, functional.rms_norm: _NORM, torch.rms_norm: _NORM,
+}  # fmt: skip
+"""Norms that are told the number of channels."""
+
 GROUPED: frozenset[Any] = frozenset({
     functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose1d, functional.conv_transpose2d,
     functional.conv_transpose3d, torch.conv1d, torch.conv2d, torch.conv3d,
@@ -337,4 +354,11 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
     """The way to resize ``node``, or None."""
     if node.op == "call_module":
         return MODULE_RESIZERS.get(type(gm.get_submodule(str(node.target))))
-    return _GROUPS if node.target in GROUPED else RESIZERS.get(node.target)
+    if node.target in GROUPED:
+        return _GROUPS
+    return NORMS.get(node.target) or RESIZERS.get(node.target)
+
+
+def always_told(node: fx.Node) -> bool:
+    """Whether ``node`` is told a number of channels even where it lays nothing out anew."""
+    return node.target in GROUPED or node.target in NORMS

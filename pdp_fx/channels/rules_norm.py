@@ -57,16 +57,43 @@ def _uses_own_statistics(call: Call) -> bool:
 
 @rule(aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm)
 def channel_statistics(call: Call, flow: LabelFlow) -> None:
-    """Statistics over the channels themselves would change with every dropped channel."""
-    result = call.result[0]
+    """Statistics over the channels themselves need a mask, or every channel to stay."""
+    source, result = call.args[0], call.result[0]
     name = call.func.overloadpacket.__name__.removeprefix("native_").removeprefix("_fused_")
-    tensors = [tensor for tensor in call.args if isinstance(tensor, Tensor)]
+    affine = [tensor for tensor in call.args[1:] if isinstance(tensor, Tensor)]
     why = f"the statistics of {name} run over these channels"
-    moved = [flow.without(layer, _normalised_axes(call), why) for layer in flow.layers(call.args[0])]
-    flow.freeze_all(tensors[1:], why)
-    shifted = len(tensors) > 2
-    kept = [Layer(m.ids, m.zero & (not shifted), (m,)) for m in moved if m is not None]
+    normalised, groups = _normalised_axes(call), _groups(call)
+    axis = 1 if groups else source.ndim - 1
+    kept: list[Layer] = []
+    masked = False
+    for layer in flow.layers(source):
+        if layer.support == {axis} and normalised - set(range(2, source.ndim)) == {axis} - set(range(2, source.ndim)):
+            if groups > 1:
+                grid = layer.ids.reshape(groups, -1)
+                flow.tie(grid, grid[:1])
+            if (groups or flow.through_norms) and flow.normalise(layer, axis, why):
+                masked = True
+                kept.append(Layer(layer.ids, torch.ones_like(layer.zero)))
+                for tensor in affine:
+                    _tie_affine(tensor, layer, flow)
+                continue
+        moved = flow.without(layer, normalised, why, flow.norm_remedy)
+        if moved is not None:
+            kept.append(Layer(moved.ids, moved.zero & (len(affine) < 2), (moved,)))
+    if not masked:
+        flow.freeze_all(affine, why)
     flow.put(result, kept)
+
+
+def _tie_affine(tensor: Tensor, layer: Layer, flow: LabelFlow) -> None:
+    own = axis_layer(tensor, 0, flow)
+    if own is not None:
+        flow.tie(own.ids.reshape(-1), layer.ids.reshape(-1))
+
+
+def _groups(call: Call) -> int:
+    """The number of groups of a group norm, or 0."""
+    return int(call.args[6]) if call.func.overloadpacket is aten.native_group_norm else 0
 
 
 def _normalised_axes(call: Call) -> frozenset[int]:
@@ -125,7 +152,11 @@ def reduction(call: Call, flow: LabelFlow) -> None:
         if layer.support <= axes and packet in (aten.sum, aten.linalg_vector_norm):
             consume(layer, layer, flow)
             continue
-        moved = flow.without(layer, axes, f"{packet.__name__} runs over these channels")
+        why = f"{packet.__name__} runs over these channels"
+        if packet is aten.mean and layer.support <= axes and len(layer.support) == 1 and flow.through_norms:
+            flow.normalise(layer, min(layer.support), why)
+            continue
+        moved = flow.without(layer, axes, why, flow.norm_remedy if packet is aten.mean else "")
         if moved is not None:
             kept.append(_reduced(moved, axes, keepdim, packet))
     for result in results:

@@ -15,6 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from pdp_fx.ops.masked_norm import masked_group_norm, masked_layer_norm, masked_rms_norm
+
 
 class _ExplicitConv(_ConvNd):
     def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -165,6 +167,42 @@ class ExplicitInstanceNorm2d(_ExplicitInstanceNorm, nn.InstanceNorm2d):
 
 class ExplicitInstanceNorm3d(_ExplicitInstanceNorm, nn.InstanceNorm3d):
     """`torch.nn.InstanceNorm3d` with explicit parameters."""
+
+
+class ExplicitLayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` with explicit parameters and an optional mask of its channels."""
+
+    def forward(
+        self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        weight = self.weight if weight is None else weight
+        bias = self.bias if bias is None else bias
+        if mask is None:
+            return functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return masked_layer_norm(input, self.normalized_shape, weight, bias, self.eps, mask=mask)
+
+
+class ExplicitRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` with an explicit weight and an optional mask of its channels."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        weight = self.weight if weight is None else weight
+        if mask is None:
+            return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return masked_rms_norm(x, self.normalized_shape, weight, self.eps, mask=mask)
+
+
+class ExplicitGroupNorm(nn.GroupNorm):
+    """`torch.nn.GroupNorm` with explicit parameters and an optional mask of its channels."""
+
+    def forward(
+        self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        weight = self.weight if weight is None else weight
+        bias = self.bias if bias is None else bias
+        if mask is None:
+            return functional.group_norm(input, self.num_groups, weight, bias, self.eps)
+        return masked_group_norm(input, self.num_groups, weight, bias, self.eps, mask=mask)
 
 
 def mask_axis(parameter: Tensor, mask: Tensor, axis: int) -> Tensor:

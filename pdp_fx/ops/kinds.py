@@ -54,6 +54,18 @@ def _refresh_norm(module: nn.Module, inputs: int | None) -> None:
     norm.num_features = len(stored[0]) if stored else norm.num_features
 
 
+def _refresh_layer_norm(module: nn.Module, inputs: int | None) -> None:
+    norm = cast(nn.LayerNorm, module)
+    if inputs is not None:
+        norm.normalized_shape = (inputs,)
+
+
+def _refresh_group_norm(module: nn.Module, inputs: int | None) -> None:
+    norm = cast(nn.GroupNorm, module)
+    if inputs is not None:
+        norm.num_channels = inputs
+
+
 def _fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Every row of the weight makes one output channel."""
     layer, (scale, shift) = cast(nn.Conv2d, module), _affine(norm)
@@ -91,6 +103,7 @@ class ModuleKind:
         prunable: whether ``weight`` is pruned unstructured or N:M.
         refresh: updates the module's sizes from its tensors and its number of input channels.
         fold: the weight and bias that also do the work of a BatchNorm after the module.
+        takes_mask: whether the explicit module takes a mask of the channels it normalises.
         norm_ranks: of a BatchNorm, which can be folded, the numbers of axes that its input may have.
     """
 
@@ -101,6 +114,7 @@ class ModuleKind:
     refresh: Refresh
     fold: Fold | None = None
     norm_ranks: tuple[int, ...] = ()
+    takes_mask: bool = False
 
 
 _BOTH = ("weight", "bias")
@@ -137,6 +151,9 @@ _KINDS = (
     ModuleKind(nn.InstanceNorm1d, explicit.ExplicitInstanceNorm1d, _BOTH, False, _refresh_norm),
     ModuleKind(nn.InstanceNorm2d, explicit.ExplicitInstanceNorm2d, _BOTH, False, _refresh_norm),
     ModuleKind(nn.InstanceNorm3d, explicit.ExplicitInstanceNorm3d, _BOTH, False, _refresh_norm),
+    ModuleKind(nn.LayerNorm, explicit.ExplicitLayerNorm, _BOTH, False, _refresh_layer_norm, takes_mask=True),
+    ModuleKind(nn.RMSNorm, explicit.ExplicitRMSNorm, ("weight",), False, _refresh_layer_norm, takes_mask=True),
+    ModuleKind(nn.GroupNorm, explicit.ExplicitGroupNorm, _BOTH, False, _refresh_group_norm, takes_mask=True),
     ModuleKind(nn.BatchNorm1d, explicit.ExplicitBatchNorm1d, _BOTH, False, _refresh_norm, norm_ranks=(2, 3)),
     ModuleKind(nn.BatchNorm2d, explicit.ExplicitBatchNorm2d, _BOTH, False, _refresh_norm, norm_ranks=(4,)),
     ModuleKind(nn.BatchNorm3d, explicit.ExplicitBatchNorm3d, _BOTH, False, _refresh_norm, norm_ranks=(5,)),
@@ -154,6 +171,11 @@ WEIGHT_ARGUMENTS: dict[Any, int] = {
 def kind_of(module: nn.Module) -> ModuleKind | None:
     """The kind of ``module``, or None for a type that this table does not know."""
     return _BY_TYPE.get(type(module))
+
+
+def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module in ``root``, outer ones first, under every name that it has."""
+    return cast(list[tuple[str, nn.Module]], list(root.named_modules(remove_duplicate=False)))
 
 
 def owned_names(gm: fx.GraphModule) -> dict[int, str]:

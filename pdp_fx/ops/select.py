@@ -90,6 +90,8 @@ def as_numpy(tensor: Tensor) -> Values:
 
 @torch.library.custom_op("pdp_fx::smallest", mutates_args=())
 def _smallest(magnitude: Tensor, count: Tensor) -> Tensor:
+    if magnitude.numel() == 0:
+        return magnitude.new_empty(magnitude.shape, dtype=torch.bool)
     if magnitude.device.type != "cpu":
         return smallest_by_cumsum(magnitude, count)
     values, wanted = as_numpy(magnitude.reshape(-1)), int(count)

@@ -60,7 +60,11 @@ def listening(recorder: Recorder) -> Iterator[None]:
         recorder.exit_autocast(self)
         return leave(self, *args)
 
+    def check_all(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
+        recorder.guarded(recorder.check, torch.all(cond))
+
     with (
+        _replaced(torch, "_check_tensor_all_with", check_all),
         _replaced(nn.Module, "__call__", module_call),
         _replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
         _replaced(torch.autocast, "__enter__", autocast_enter),
@@ -72,7 +76,7 @@ def listening(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: type, name: str, value: object) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     inherited = name not in vars(owner)
     before = inspect.getattr_static(owner, name)
     setattr(owner, name, value)

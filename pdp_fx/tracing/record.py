@@ -28,6 +28,6 @@ def record(model: nn.Module, example: ExampleCall, opaque: Mapping[str, str]) ->
             result = model(*call.args, **call.kwargs)
         if recorder.failure is not None:
             raise recorder.failure
-        return Recording(tuple(recorder.steps), recorder.encode(result), frozenset(recorder.scopes))
+        return Recording(tuple(recorder.steps), recorder.output(result), frozenset(recorder.scopes))
     finally:
         recorder.session.open = False

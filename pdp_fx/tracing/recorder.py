@@ -16,10 +16,13 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pdp_fx.tracing import functions
+from pdp_fx.tracing.compiling import compiling
+from pdp_fx.tracing.expressions import only_checks
 from pdp_fx.tracing.leaves import is_leaf
+from pdp_fx.tracing.objects import Build
 from pdp_fx.tracing.preserve import generator_states
 from pdp_fx.tracing.sizes import Live, Session, live, plain, value_of
-from pdp_fx.tracing.source import source_line
+from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import (
     Attribute,
     Constant,
@@ -215,7 +218,7 @@ class Recorder:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], step: Step | None = None
     ) -> Any:
         """Call with plain numbers, unrecorded, noting in the step what the call did underneath."""
-        with self._silent(), self.watch.watching() as watch:
+        with self._silent(), self.watch.watching() as watch, compiling(False):
             result = call(*_stripped(args), **_stripped(dict(kwargs)))
         if step is not None:
             operands = [*_leaves(step.args), *_leaves(step.kwargs)]
@@ -325,7 +328,35 @@ class Recorder:
         if isinstance(arg, dict):
             parts = {key: self.encode(part) for key, part in arg.items()}
             return parts if type(arg) is dict else Expr(type(arg), (parts,))
-        raise UnrecordableError(f"passes a {type(arg).__name__} that a graph cannot hold")
+        raise UnrecordableError(f"passes a {type(arg).__name__}, which a graph cannot hold")
+
+    def output(self, result: Any) -> Any:
+        """What the model returns, written as values; objects of users' classes are taken apart."""
+        try:
+            return self.encode(result)
+        except UnrecordableError:
+            if isinstance(result, BASE_TYPES) or callable(result):
+                raise
+        if is_record(result):
+            return Expr(type(result), (), {key: self.output(part) for key, part in record_fields(result).items()})
+        if type(result) in (tuple, list):
+            return type(result)(self.output(part) for part in result)
+        if isinstance(result, dict):
+            parts = {key: self.output(part) for key, part in result.items()}
+            return parts if type(result) is dict else Expr(type(result), (parts,))
+        return self._build(result)
+
+    def _build(self, result: Any) -> Expr:
+        if not hasattr(result, "__dict__"):
+            raise UnrecordableError(f"returns a {type(result).__name__}, which a graph cannot hold")
+        state: dict[str, Any] = {}
+        fixed: list[tuple[str, Any]] = []
+        for name, part in vars(result).items():
+            if callable(part) or isinstance(part, type):
+                fixed.append((name, part))
+            else:
+                state[name] = self.output(part)
+        return Expr(Build(type(result), tuple(fixed)), (state,))
 
     def _any_ragged(self, args: tuple[Any, ...]) -> bool:
         return any(is_ragged(self._values.get(tensor)) for tensor in tensors(args))
@@ -358,6 +389,21 @@ class Recorder:
             raise UnrecordableError("uses the number in a tensor (item)")
         return live(self.run(torch.Tensor.item, (tensor,), {}), Expr("item", (value,)), self.session)
 
+    def read_bool(self, tensor: torch.Tensor) -> bool:
+        """The truth of a tensor; where it depends on data, only a check may ask for it, and the graph checks too."""
+        value = self.run(torch.Tensor.__bool__, (tensor,), {})
+        if not is_data(self.value(tensor)):
+            return value
+        frame = user_frame()
+        if frame is None or not only_checks(frame, value):
+            raise UnrecordableError("branches on the numbers in a tensor")
+        self.check(tensor if value else self.function(torch.logical_not, (tensor,), {}))
+        return value
+
+    def check(self, condition: torch.Tensor) -> None:
+        """Let the graph fail if a tensor is not true."""
+        self.function(torch._assert, (condition, f"the check at {source_line()} failed"), {})
+
     def read_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor.data`, which is `tensor.detach()` to a graph."""
         return self.function(torch.Tensor.detach, (tensor,), {})
@@ -370,6 +416,7 @@ _READS: dict[str, Callable[..., Any]] = {
     "nelement": Recorder.read_numel,
     "device": Recorder.read_device,
     "item": Recorder.read_item,
+    "__bool__": Recorder.read_bool,
     "data": Recorder.read_data,
 }
 

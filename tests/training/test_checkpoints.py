@@ -103,6 +103,20 @@ def test_a_dense_checkpoint_loaded_in_the_ramp_keeps_the_schedule() -> None:
     assert pruned_counts(model) == counts
 
 
+@every_rule
+def test_an_earlier_checkpoint_takes_the_ramp_back(rule: Rule) -> None:
+    model = prepared(rule)
+    early = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = sgd(model)
+    for seed in range(4):
+        training_step(model, optimizer, seed)
+    assert sum(pruned_counts(model)) > 0
+    model.load_state_dict(early)
+    assert sum(pruned_counts(model)) == 0
+    images = batch(7)[0]
+    assert model(images).equal(prepared(rule)(images))
+
+
 def test_a_checkpoint_of_another_spec_is_refused_by_name() -> None:
     saved = prepared(RULES["channels"]).state_dict()
     with pytest.raises(RuntimeError, match=r"pdp\.masks"):

@@ -1,0 +1,97 @@
+"""Every model of torchvision, timm and transformers through the compiler, with Torch-Pruning beside it.
+
+Each model runs in a process of its own with a limit on time and memory. Results are appended to
+`results.jsonl` in the output folder, one line for each model as it ends; models that have a line
+are not run again. The table and `zoo.csv` are made from that file.
+
+    python -m benchmarks.zoo --zoo torchvision --out out/zoo
+    python -m benchmarks.zoo --out out/zoo --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import zoo_models, zoo_table
+
+Result = dict[str, Any]
+KEY = ("zoo", "name", "granularity", "double")
+
+
+def main() -> None:
+    """Measure what is not measured yet, then print the table."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = options.out / "results.jsonl"
+    if not options.table:
+        done = {tuple(row[part] for part in KEY) for row in read(results)}
+        for zoo in options.zoo:
+            for name in options.models or zoo_models.names(zoo, options.out):
+                job = {"zoo": zoo, "name": name, "granularity": options.granularity, "double": options.double}
+                if tuple(job.values()) not in done:
+                    row = job | run(job | {"peer": options.peer}, options.seconds, options.gigabytes)
+                    print(f"{zoo} {name}: {zoo_table.line(row)}", flush=True)
+                    with results.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    rows = read(results)
+    zoo_table.write_csv(rows, options.out / "zoo.csv")
+    print(zoo_table.summary(rows))
+
+
+def read(path: Path) -> list[Result]:
+    """The rows of a results file; none if there is no file yet."""
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(job: Result, seconds: float, gigabytes: float) -> Result:
+    """Measure one model in a process of its own; what it reported before it was stopped counts."""
+    command = [sys.executable, "-m", "benchmarks.zoo_measure", json.dumps(job)]
+    limit = int(gigabytes * 2**30)
+    started = time.perf_counter()
+    ended = "failed: "
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
+    try:
+        printed, errors = process.communicate(timeout=seconds)
+        ended += (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:300]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        printed, _ = process.communicate()
+        ended += f"more than {seconds:g} s"
+    row: Result = {"seconds": time.perf_counter() - started}
+    for text in printed.splitlines():
+        if text.startswith("RESULT "):
+            row |= json.loads(text.removeprefix("RESULT "))
+    if row.get("peer_status") == "killed":
+        row["peer_status"] = ended
+    return {"status": ended} | row
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--zoo", nargs="+", choices=zoo_models.ZOOS, default=list(zoo_models.ZOOS))
+    parser.add_argument("--models", nargs="+", help="only these models")
+    parser.add_argument("--granularity", choices=("channels", "unstructured", "nm"), default="channels")
+    parser.add_argument("--double", action="store_true", help="in float64, where 1e-9 is a proof")
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave Torch-Pruning out")
+    parser.add_argument("--out", type=Path, default=Path("out/zoo"))
+    parser.add_argument("--seconds", type=float, default=600, help="limit for each model")
+    parser.add_argument("--gigabytes", type=float, default=8, help="limit for each model")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

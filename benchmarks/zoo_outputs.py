@@ -1,0 +1,46 @@
+"""Calling a model on tuples or dicts, comparing outputs, and counting multiply-accumulates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+Arguments = tuple[Any, ...] | dict[str, Any]
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def call(model: nn.Module, inputs: Arguments) -> list[Tensor]:
+    """All floating-point outputs."""
+    result = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def difference(model: nn.Module, other: nn.Module, batches: tuple[Arguments, ...]) -> float:
+    """The largest difference of any output relative to its scale; infinite if shapes differ."""
+    worst = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            mine, theirs = call(model, batch), call(other, batch)
+            if [out.shape for out in mine] != [out.shape for out in theirs]:
+                return float("inf")
+            for a, b in zip(mine, theirs, strict=True):
+                if a.numel():
+                    found = float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
+                    worst = max(worst, found) if found == found else float("inf")
+    return worst
+
+
+def verdict(found: float, model: nn.Module) -> str:
+    """Whether a difference is rounding in the model's dtype."""
+    return "exact" if found <= TOLERANCE[next(model.parameters()).dtype] else "wrong"
+
+
+def mmacs(model: nn.Module, inputs: Arguments) -> float:
+    """Millions of multiply-accumulates of all matrix products and convolutions, for one batch."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call(model.eval(), inputs)
+    return counter.get_total_flops() / 2e6

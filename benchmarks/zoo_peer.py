@@ -1,0 +1,102 @@
+"""Torch-Pruning on a model of the zoo: ratio 0.5 on every group, and no hint about the model.
+
+It is exact when the smaller model gives what the large one gives with the removed channels set to
+0 where they are made, which is the comparison that we make for our own.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import time
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from benchmarks.zoo_outputs import Arguments, call, difference, verdict
+
+Removed = dict[str, set[int]]
+
+
+def measure_peer(model: nn.Module, example: Arguments, other: Arguments) -> dict[str, Any]:
+    """Prune ``model`` in place; return status, seconds, largest difference, and the smaller model."""
+    masked = copy.deepcopy(model).eval()
+    ignored = output_layers(model, example)
+    started = time.perf_counter()
+    try:
+        removed = _prune(model.eval(), example, ignored)
+        seconds = time.perf_counter() - started
+        _mask(masked, removed)
+        worst = difference(masked, model, (example, other))
+    except Exception as err:  # noqa: BLE001 - the benchmark is about what fails, and how
+        return {"peer_status": f"failed: {type(err).__name__}: {str(err)[:200]}"}
+    if not any(removed.values()):
+        return {"peer_status": "failed: nothing pruned", "peer_s": seconds}
+    found = {"peer_status": verdict(worst, model), "peer_difference": worst, "peer_s": seconds}
+    return found | {"model": model}
+
+
+def output_layers(model: nn.Module, inputs: Arguments) -> list[nn.Module]:
+    """The layers whose results are the model's outputs: they keep their size."""
+    made: dict[int, nn.Module] = {}
+    held: list[Tensor] = []
+
+    def note(layer: nn.Module, _: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            held.append(out)
+            made[id(out)] = layer
+
+    hooks = [m.register_forward_hook(note) for m in model.modules() if not list(m.children())]
+    try:
+        with torch.no_grad():
+            outputs = call(model.eval(), inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [made[id(out)] for out in outputs if id(out) in made]
+
+
+def _prune(model: nn.Module, example: Arguments, ignored: list[nn.Module]) -> Removed:
+    """Prune every group; return the removed output channels of each layer by their first indices."""
+    peer = importlib.import_module("torch_pruning")
+    importance = peer.importance.MagnitudeImportance(p=2)
+    pruner = peer.pruner.MagnitudePruner(
+        model, example, importance=importance, pruning_ratio=0.5, ignored_layers=ignored
+    )
+    names = {module: name for name, module in model.named_modules()}
+    alive: dict[str, list[int]] = {}
+    removed: Removed = {}
+    for group in pruner.step(interactive=True):
+        for dep, places in group.items:
+            module = dep.target.module
+            if module in names and pruner.DG.is_out_channel_pruning_fn(dep.handler):
+                rows = alive.setdefault(names[module], list(range(_width(module))))
+                gone = {rows[int(place)] for place in places if int(place) < len(rows)}
+                removed.setdefault(names[module], set()).update(gone)
+                alive[names[module]] = [row for row in rows if row not in gone]
+        group.prune()
+    return removed
+
+
+def _axis(module: nn.Module) -> int:
+    return 1 if isinstance(module, _ConvTransposeNd | nn.Embedding) else 0
+
+
+def _width(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    return int(weight.shape[_axis(module)]) if isinstance(weight, Tensor) else 0
+
+
+def _mask(model: nn.Module, removed: Removed) -> None:
+    """Set what was removed to 0 where it is made."""
+    modules = dict(model.named_modules())
+    for name, rows in removed.items():
+        module, index = modules[name], sorted(rows)
+        for attribute in ("weight", "bias"):
+            tensor = cast(Tensor | None, getattr(module, attribute, None))
+            if tensor is not None and index:
+                axis = _axis(module) if tensor.ndim > 1 else 0
+                with torch.no_grad():
+                    tensor.index_fill_(axis, torch.tensor(index), 0)

@@ -1,0 +1,175 @@
+"""Norms whose statistics run over the kept channels.
+
+LayerNorm, RMSNorm and GroupNorm average over the channels themselves. If a dropped channel took
+part, even as a zero, removing it would change every other channel. Here each channel counts with
+the value of its mask m:
+
+    mean = sum(m x) / sum(m),   var = sum(m (x - mean)^2) / sum(m),   y = m (weight x' + bias)
+
+With a hard mask this is exactly the norm of the channels that stay; while all masks are 1 it is
+the plain function, bit for bit. Signatures are those of `torch.nn.functional` with a ``mask``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdp_fx.ops.ranking import readable
+from pdp_fx.ops.threshold import compute_dtype
+
+
+def masked_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    mask: Tensor,
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` over the last axis, of masked channels.
+
+    Args:
+        input: shape (..., channels).
+        normalized_shape: the number of channels, as a sequence of one.
+        weight: shape (channels,), or None.
+        bias: shape (channels,), or None.
+        eps: added to the variance.
+        mask: shape (channels,), values in [0, 1].
+    """
+
+    def plain() -> Tensor:
+        return functional.layer_norm(input, list(normalized_shape), weight, bias, eps)
+
+    def masked() -> Tensor:
+        wide = input.to(compute_dtype(input.dtype))
+        share = (mask / mask.sum()).to(wide.dtype)
+        centred = wide - (wide * share).sum(-1, keepdim=True)
+        scaled = centred * torch.rsqrt((centred.square() * share).sum(-1, keepdim=True) + eps)
+        return _affine(scaled, weight, bias, mask).to(_result_dtype(input, weight))
+
+    return _choose(mask, plain, masked)
+
+
+def masked_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    mask: Tensor,
+) -> Tensor:
+    """`torch.nn.functional.rms_norm` over the last axis, of masked channels; shapes as above."""
+
+    def plain() -> Tensor:
+        return functional.rms_norm(input, list(normalized_shape), weight, eps)
+
+    def masked() -> Tensor:
+        wide = input.to(compute_dtype(input.dtype))
+        share = (mask / mask.sum()).to(wide.dtype)
+        floor = torch.finfo(input.dtype).eps if eps is None else eps
+        scaled = wide * torch.rsqrt((wide.square() * share).sum(-1, keepdim=True) + floor)
+        return _affine(scaled, weight, None, mask).to(_result_dtype(input, weight))
+
+    return _choose(mask, plain, masked)
+
+
+def masked_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    mask: Tensor,
+) -> Tensor:
+    """`torch.nn.functional.group_norm` of masked channels.
+
+    Args:
+        input: shape (batch, channels, *).
+        num_groups: number of groups; every group keeps the same number of channels.
+        weight: shape (channels,), or None.
+        bias: shape (channels,), or None.
+        eps: added to the variance.
+        mask: shape (channels,), values in [0, 1].
+    """
+
+    def plain() -> Tensor:
+        return functional.group_norm(input, num_groups, weight, bias, eps)
+
+    def masked() -> Tensor:
+        grouped = input.to(compute_dtype(input.dtype)).reshape(input.shape[0], num_groups, mask.numel() // num_groups, -1)
+        heavy = mask.to(grouped.dtype).reshape(1, num_groups, -1, 1)
+        share = heavy / (heavy.sum(2, keepdim=True) * grouped.shape[-1])
+        centred = grouped - (grouped * share).sum((2, 3), keepdim=True)
+        scaled = centred * torch.rsqrt((centred.square() * share).sum((2, 3), keepdim=True) + eps)
+        back = scaled.reshape(input.shape).movedim(1, -1)
+        return _affine(back, weight, bias, mask).movedim(-1, 1).to(_result_dtype(input, weight))
+
+    return _choose(mask, plain, masked)
+
+
+def masked_mean(
+    input: Tensor, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None, mask: Tensor, axis: int
+) -> Tensor:
+    """`torch.mean` over ``dim``, in which ``axis`` is an axis of masked channels.
+
+    Args:
+        input: any shape.
+        dim: the axes to average over; ``axis`` is one of them.
+        keepdim: whether the axes stay, with size 1.
+        dtype: what to compute in.
+        mask: shape ``(input.shape[axis],)``, values in [0, 1].
+        axis: the axis of the channels.
+    """
+
+    def plain() -> Tensor:
+        return torch.mean(input, dim, keepdim, dtype=dtype)
+
+    def masked() -> Tensor:
+        wide = input if dtype is None else input.to(dtype)
+        shape = [1] * wide.ndim
+        shape[axis] = -1
+        share = (mask / mask.mean()).to(wide.dtype).reshape(shape)
+        return torch.mean(wide * share, dim, keepdim)
+
+    return _choose(mask, plain, masked)
+
+
+def _choose(mask: Tensor, plain: Callable[[], Tensor], masked: Callable[[], Tensor]) -> Tensor:
+    """The plain function while all masks are 1, so that an idle mask changes no bit."""
+    if readable(mask.detach()):
+        return plain() if bool((mask == 1).all()) else masked()
+    return torch.where((mask == 1).all(), plain(), masked())
+
+
+def _affine(scaled: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor) -> Tensor:
+    heavy = mask.to(scaled.dtype)
+    result = scaled * (heavy if weight is None else weight.to(scaled.dtype) * heavy)
+    return result if bias is None else result + bias.to(scaled.dtype) * heavy
+
+
+def _result_dtype(input: Tensor, weight: Tensor | None) -> torch.dtype:
+    return input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+
+
+PLAIN: dict[Any, Callable[..., Tensor]] = {
+    masked_layer_norm: functional.layer_norm,
+    masked_rms_norm: functional.rms_norm,
+    masked_group_norm: functional.group_norm,
+    masked_mean: torch.mean,
+}
+"""The function that each masked one becomes when its channels are gone."""
+
+MASKED: dict[Any, Callable[..., Tensor]] = {plain: masked for masked, plain in PLAIN.items()} | {
+    torch.rms_norm: masked_rms_norm,
+    torch.layer_norm: masked_layer_norm,
+    torch.group_norm: masked_group_norm,
+    "mean": masked_mean,
+}
+"""The masked form of a function or method."""

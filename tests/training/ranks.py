@@ -1,0 +1,131 @@
+"""Data-parallel training on all ranks of a process group, checked on each rank; started by torchrun.
+
+Every rank trains on its part of each batch, and beside it, alone, on the whole batch. A rank that finds a
+difference raises, which makes torchrun fail.
+"""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import pdp_fx
+from pdp_fx import PruneSpec
+from pdp_fx.pruner import Pruner, find, parameters_of
+from pdp_fx.spec import Rule
+from tests.training.nets import RAMP, RULES, batch
+
+
+class Net(nn.Module):
+    """No batch norm: its statistics would depend on how a batch is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, 12, 3, padding=1)
+        self.inner = nn.Conv2d(12, 12, 3, padding=1)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (n, 4, h, w) to (n, 10)."""
+        stream = torch.relu(self.stem(images))
+        return self.head((stream + torch.relu(self.inner(stream))).mean((2, 3)))
+
+
+def check(wrapper: str, rule: Rule) -> None:
+    """Train six steps, and compare ranks with each other and with training alone."""
+    torch.manual_seed(0)
+    alone = pdp_fx.prepare(Net(), PruneSpec(rule, schedule=RAMP), batch()[0])
+    together = wrapped(copy.deepcopy(alone), wrapper)
+    alone_sgd = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    together_sgd = torch.optim.SGD(together.parameters(), 0.1, momentum=0.9)
+    for seed in range(6):
+        images, labels = batch(seed)
+        expected = one_step(alone, alone_sgd, images, labels)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        loss = one_step(together, together_sgd, images[rank::ranks], labels[rank::ranks])
+        dist.all_reduce(loss, dist.ReduceOp.AVG if wrapper == "nccl" else dist.ReduceOp.SUM)
+        torch.testing.assert_close(loss / ranks, expected, rtol=1e-4, atol=1e-5)
+        found = masks(together)
+        require(any(bool((values < 0.5).any()) for values in found) == (seed > 0), "nothing is masked")
+        require_equal_on_all_ranks(found)
+        for mine, theirs in zip(found, masks(alone), strict=True):
+            require(int((mine < 0.5).sum()) == int((theirs < 0.5).sum()), "counts differ from training alone")
+    if wrapper == "fsdp":
+        check_gathered(together, alone)
+    else:
+        pdp_fx.convert(together)
+
+
+def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+    """The model as DistributedDataParallel or FSDP2 trains it."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def one_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
+) -> Tensor:
+    """One step of training and of the schedule; the loss."""
+    loss = functional.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    pdp_fx.step(model)
+    return loss.detach()
+
+
+def masks(model: nn.Module) -> list[Tensor]:
+    """The values of all soft masks, computed as the schedule's own ranking does it."""
+    gm, pruner = prepared_inside(model)
+    return [mask.values(*(w.detach() for w in parameters_of(gm, mask))) for _, mask in pruner.mask_items()]
+
+
+def prepared_inside(model: nn.Module) -> tuple[nn.Module, Pruner]:
+    """The prepared model in a wrapper and its state."""
+    found = find(model)
+    if found is None:
+        raise AssertionError("no prepared model")
+    return found
+
+
+def require_equal_on_all_ranks(tensors: list[Tensor]) -> None:
+    """Compare bit for bit with rank 0."""
+    for tensor in tensors:
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        require(first.equal(tensor), "ranks have different masks")
+
+
+def check_gathered(sharded: nn.Module, alone: nn.Module) -> None:
+    """The gathered checkpoint of a sharded model loads into one that is not, and that one converts."""
+    gathered = {
+        name: tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+        for name, tensor in sharded.state_dict().items()
+    }
+    fresh = copy.deepcopy(alone)
+    fresh.load_state_dict(gathered)
+    small, images = pdp_fx.convert(fresh), batch(9)[0]
+    torch.testing.assert_close(small(images), fresh.eval()(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sharded.eval()(images), fresh(images), rtol=1e-5, atol=1e-5)
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise unless ``holds``."""
+    if not holds:
+        raise AssertionError(f"rank {dist.get_rank()}: {message}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for rule in RULES.values():
+        check(sys.argv[1], rule)
+    dist.destroy_process_group()

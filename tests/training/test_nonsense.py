@@ -1,0 +1,162 @@
+"""Steps that make no sense: a clear error or a defined result, and the training state is left whole."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pdp_fx
+from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, StateError, Unstructured
+from pdp_fx.spec import Rule
+from tests.training.nets import RULES, batch, prepared, pruned_counts, sgd, state, training_step
+
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+RANKED = {name: rule for name, rule in RULES.items() if not isinstance(rule, NM)}
+AT_ONCE = Schedule(start=0, epsilon=1.0, per="step")
+
+
+@every_rule
+def test_a_nan_loss_whose_step_is_skipped_changes_nothing(rule: Rule) -> None:
+    model = prepared(rule)
+    optimizer = sgd(model)
+    for seed in range(3):
+        training_step(model, optimizer, seed)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "norm" not in name}
+    images, labels = batch(7)
+    (functional.cross_entropy(model(images), labels) * math.nan).backward()
+    optimizer.zero_grad()
+    after = model.state_dict()
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+    assert math.isfinite(training_step(model, optimizer, 3))
+
+
+@pytest.mark.parametrize("rule", RANKED.values(), ids=RANKED)
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_targets_are_not_fixed_from_broken_weights(rule: Rule, broken: float) -> None:
+    model = prepared(rule)
+    weight = model.get_parameter("inner.weight")
+    whole = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = broken
+    with pytest.raises(SpecError, match=r"inner.*NaN or infinite"):
+        pdp_fx.step(model)
+    assert int(state(model).counter) == 0
+    assert not any(mask.allocated for _, mask in state(model).mask_items())
+    with torch.no_grad():
+        weight.copy_(whole)
+    optimizer = sgd(model)
+    for seed in range(5):
+        training_step(model, optimizer, seed)
+    assert sum(pruned_counts(model)) > 0
+
+
+@every_rule
+def test_weights_that_become_nan_in_the_ramp_show_in_the_loss_and_can_be_restored(rule: Rule) -> None:
+    model = prepared(rule)
+    optimizer = sgd(model)
+    for seed in range(3):
+        training_step(model, optimizer, seed)
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    images, labels = batch(7)
+    expected = functional.cross_entropy(model(images), labels).item()
+    with torch.no_grad():
+        model.get_parameter("inner.weight").fill_(math.nan)
+    assert math.isnan(functional.cross_entropy(model(images), labels).item())
+    pdp_fx.step(model)
+    with pytest.raises(StateError, match=r"NaN"):
+        pdp_fx.convert(model)
+    model.load_state_dict(good)
+    assert functional.cross_entropy(model(images), labels).item() == expected
+
+
+def test_an_infinite_weight_in_the_ramp_is_kept_and_the_others_are_masked_as_before() -> None:
+    model = pdp_fx.prepare(nn.Linear(8, 8), PruneSpec(Unstructured(0.5), schedule=AT_ONCE))
+    pdp_fx.step(model)
+    weight = model.get_parameter("weight")
+    with torch.no_grad():
+        weight[weight.abs().argmax() // 8, weight.abs().argmax() % 8] = math.inf
+    (mask,) = (mask for _, mask in state(model).mask_items())
+    masked = mask(weight)
+    assert int(masked.isinf().sum()) == 1
+    assert not bool(masked.isnan().any())
+    assert pruned_counts(model) == [32]
+
+
+@every_rule
+def test_an_all_zero_layer_trains_and_is_pruned_exactly(rule: Rule) -> None:
+    model = prepared(rule)
+    with torch.no_grad():
+        model.get_parameter("inner.weight").zero_()
+    optimizer = sgd(model)
+    losses = [training_step(model, optimizer, seed) for seed in range(6)]
+    assert all(math.isfinite(loss) for loss in losses)
+    targets = [int(mask.target) for _, mask in state(model).mask_items()]
+    if not isinstance(rule, NM):
+        assert pruned_counts(model) == targets
+    pdp_fx.convert(model)
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_a_ratio_close_to_one_keeps_a_weight_in_every_layer(allocation: str) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    spec = PruneSpec(Unstructured(0.984), allocation=allocation, schedule=AT_ONCE)
+    model = pdp_fx.prepare(net, spec, torch.ones(2, 8))
+    optimizer = sgd(model)
+    for _ in range(3):
+        loss = model(torch.ones(2, 8)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        pdp_fx.step(model)
+    assert all(count <= 63 for count in pruned_counts(model))
+    small = pdp_fx.convert(model)
+    kept = [int((parameter != 0).sum()) for parameter in small.parameters() if parameter.ndim == 2]
+    assert min(kept) >= 1
+
+
+@pytest.mark.parametrize("rule", [Unstructured, lambda ratio: Channels(ratio=ratio)])
+@pytest.mark.parametrize("ratio", [1.0, 0.0, -0.5, 1.5, math.nan])
+def test_a_ratio_that_leaves_or_prunes_nothing_is_refused_at_once(rule: type, ratio: float) -> None:
+    with pytest.raises(SpecError, match="ratio"):
+        rule(ratio)
+
+
+class WithEmpty(nn.Module):
+    """Beside a linear layer, one without inputs, as pruning an already pruned net by hand can leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = nn.Linear(8, 8)
+        with pytest.warns(UserWarning, match="zero-element"):
+            self.empty = nn.Linear(0, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Map (n, 8) to (n, 8)."""
+        return self.full(rows) + self.empty(rows[:, :0])
+
+
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_a_layer_without_weights_is_left_alone(allocation: str) -> None:
+    rows = torch.randn(4, 8)
+    spec = PruneSpec(Unstructured(0.5), allocation=allocation, schedule=AT_ONCE)
+    model = pdp_fx.prepare(WithEmpty(), spec, rows)
+    optimizer = sgd(model)
+    for _ in range(3):
+        loss = model(rows).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        pdp_fx.step(model)
+    assert sum(pruned_counts(model)) == 32
+    assert model.eval()(rows).isfinite().all()
+    assert torch.compile(model, backend="aot_eager", fullgraph=True)(rows).isfinite().all()
+
+
+def test_steps_after_the_end_of_the_ramp_keep_the_target() -> None:
+    model = prepared(RULES["unstructured"])
+    optimizer = sgd(model)
+    for seed in range(12):
+        training_step(model, optimizer, seed)
+    assert pruned_counts(model) == [int(mask.target) for _, mask in state(model).mask_items()]
