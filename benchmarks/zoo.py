@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -36,7 +35,9 @@ def main() -> None:
             for name in options.models or zoo_models.names(zoo, options.out):
                 job = {"zoo": zoo, "name": name, "granularity": options.granularity, "double": options.double}
                 if tuple(job.values()) not in done:
-                    row = job | run(job | {"peer": options.peer}, options.seconds, options.gigabytes)
+                    row = job | run(
+                        job | {"peer": options.peer, "gigabytes": options.gigabytes}, options.seconds
+                    )
                     print(f"{zoo} {name}: {zoo_table.line(row)}", flush=True)
                     with results.open("a") as file:
                         file.write(json.dumps(row) + "\n")
@@ -50,19 +51,12 @@ def read(path: Path) -> list[Result]:
     return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(job: Result, seconds: float, gigabytes: float) -> Result:
+def run(job: Result, seconds: float) -> Result:
     """Measure one model in a process of its own; what it reported before it was stopped counts."""
     command = [sys.executable, "-m", "benchmarks.zoo_measure", json.dumps(job)]
-    limit = int(gigabytes * 2**30)
     started = time.perf_counter()
     ended = "failed: "
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         printed, errors = process.communicate(timeout=seconds)
         ended += (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:300]

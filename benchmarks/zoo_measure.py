@@ -1,13 +1,14 @@
 """Measure one model: prepare, a few training steps, convert, and compare; then the peer on the same model.
 
 Runs in a process of its own, which the parent may kill. Every part prints one JSON object, so that
-what was measured before a crash is not lost.
+what was measured before a crash is not lost. Seconds are those of the processor, on one thread.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import resource
 import sys
@@ -25,9 +26,9 @@ import pdp_fx
 from benchmarks.zoo_models import Subject, build
 from benchmarks.zoo_outputs import Arguments, call, difference, mmacs, verdict
 from benchmarks.zoo_peer import measure_peer
-from pdp_fx.channels.analysis import macs
+from pdp_fx.channels.analysis import ChannelMap
 from pdp_fx.errors import PassError, PdpError, VerifyError
-from pdp_fx.pruner import Pruner, find
+from pdp_fx.pruner import find
 from pdp_fx.trace import trace
 
 SPECS = {
@@ -48,6 +49,7 @@ class Job:
     granularity: str = "channels"
     double: bool = False
     peer: bool = True
+    gigabytes: float = 8
 
 
 def peak_mb() -> int:
@@ -57,7 +59,7 @@ def peak_mb() -> int:
 
 def liven(model: nn.Module, inputs: Arguments) -> None:
     """Give norms statistics of real activations, and scales and shifts that matter."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.momentum = 1.0
@@ -96,17 +98,20 @@ def measure(job: Job) -> None:
     liven(model, example)
     dense = mmacs(model, example)
     report({"mmacs": dense, "memory_model_mb": peak_mb()})
+    shapes = [tensor.shape for tensor in model.state_dict().values()]
     peer = copy.deepcopy(model) if job.peer else None
     _guarded(lambda: _measure_ours(job, model, draw, (example, other), dense))
-    report({"memory_mb": peak_mb()})
+    report(
+        {"memory_mb": peak_mb(), "intact": shapes == [tensor.shape for tensor in model.state_dict().values()]}
+    )
     if peer is not None:
-        started = time.perf_counter()
+        started = time.process_time()
         report({"peer_status": "killed"})
         found = measure_peer(peer, example, other)
         smaller = found.pop("model", None)
         if isinstance(smaller, nn.Module):
             found["peer_macs_removed"] = 1 - mmacs(smaller, example) / dense
-        report(found | {"peer_total_s": time.perf_counter() - started})
+        report(found | {"peer_total_s": time.process_time() - started})
 
 
 def _drawing(subject: Subject, dtype: torch.dtype) -> Any:
@@ -119,20 +124,20 @@ def _drawing(subject: Subject, dtype: torch.dtype) -> Any:
 def _measure_ours(
     job: Job, model: nn.Module, draw: Any, batches: tuple[Arguments, Arguments], dense: float
 ) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     trace(model, batches[0])
-    traced = time.perf_counter()
+    traced = time.process_time()
     report({"traced": True, "trace_s": traced - started})
     spec = pdp_fx.PruneSpec(SPECS[job.granularity], schedule=pdp_fx.Schedule(0, 1.0), allocation="uniform")
     prepared = pdp_fx.prepare(model, spec, batches[0])
-    report({"prepare_s": time.perf_counter() - traced} | _structure(prepared))
+    report({"prepare_s": time.process_time() - traced} | _structure(prepared))
     train(prepared, [draw(), draw()])
     pdp_fx.step(prepared)
     train(prepared, [draw()])
     prepared.eval()
-    started = time.perf_counter()
+    started = time.process_time()
     converted = pdp_fx.convert(prepared)
-    report({"convert_s": time.perf_counter() - started})
+    report({"convert_s": time.process_time() - started})
     worst = difference(prepared, converted, batches)
     report({"status": verdict(worst, model), "difference": worst})
     weights = [p for p in converted.parameters() if p.ndim > 1]
@@ -145,9 +150,8 @@ def _structure(prepared: nn.Module) -> Result:
     found = find(prepared)
     if found is None or found[1].channels is None:
         return {}
-    pruner: Pruner = found[1]
-    channels = pruner.channels
-    counts = macs(channels)
+    pruner, channels = found[1], found[1].channels
+    counts = _weight_macs(channels)
     reached = {slot.tensor for group, _ in pruner.groups for slot in group.members}
     whys = Counter(_plain(reason.why) for group in pruner.kept for reason in group.reasons[:1])
     return {
@@ -157,6 +161,14 @@ def _structure(prepared: nn.Module) -> Result:
         "frozen": len(pruner.kept),
         "reasons": [f"{count} x {why}" for why, count in whys.most_common(4)],
     }
+
+
+def _weight_macs(channels: ChannelMap) -> Counter[str]:
+    """Multiply-accumulates of each weight."""
+    counts: Counter[str] = Counter()
+    for use in channels.contractions:
+        counts[use.weight] += use.positions * math.prod(channels.shapes[use.weight])
+    return counts
 
 
 def _plain(why: str) -> str:
@@ -184,4 +196,7 @@ def report(part: Result) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    measure(Job(**json.loads(sys.argv[1])))
+    wanted = Job(**json.loads(sys.argv[1]))
+    limit = int(wanted.gigabytes * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    measure(wanted)

@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from benchmarks.zoo_outputs import Arguments, call, difference, verdict
+from pdp_fx.ops.kinds import named_modules
 
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding)
 Removed = dict[str, set[int]]
 
 
@@ -24,10 +25,10 @@ def measure_peer(model: nn.Module, example: Arguments, other: Arguments) -> dict
     """Prune ``model`` in place; return status, seconds, largest difference, and the smaller model."""
     masked = copy.deepcopy(model).eval()
     ignored = output_layers(model, example)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         removed = _prune(model.eval(), example, ignored)
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         _mask(masked, removed)
         worst = difference(masked, model, (example, other))
     except Exception as err:  # noqa: BLE001 - the benchmark is about what fails, and how
@@ -65,7 +66,7 @@ def _prune(model: nn.Module, example: Arguments, ignored: list[nn.Module]) -> Re
     pruner = peer.pruner.MagnitudePruner(
         model, example, importance=importance, pruning_ratio=0.5, ignored_layers=ignored
     )
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in named_modules(model)}
     alive: dict[str, list[int]] = {}
     removed: Removed = {}
     for group in pruner.step(interactive=True):
@@ -81,7 +82,7 @@ def _prune(model: nn.Module, example: Arguments, ignored: list[nn.Module]) -> Re
 
 
 def _axis(module: nn.Module) -> int:
-    return 1 if isinstance(module, _ConvTransposeNd | nn.Embedding) else 0
+    return 1 if isinstance(module, TRANSPOSED) else 0
 
 
 def _width(module: nn.Module) -> int:
@@ -91,7 +92,7 @@ def _width(module: nn.Module) -> int:
 
 def _mask(model: nn.Module, removed: Removed) -> None:
     """Set what was removed to 0 where it is made."""
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     for name, rows in removed.items():
         module, index = modules[name], sorted(rows)
         for attribute in ("weight", "bias"):

@@ -11,10 +11,11 @@ from typing import Any
 from tabulate import tabulate
 
 Result = dict[str, Any]
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "zoo", "name", "granularity", "double", "status", "difference", "parameters", "mmacs", "macs_prunable",
-    "macs_removed", "zeros", "groups", "frozen", "reasons", "trace_s", "prepare_s", "convert_s", "memory_model_mb",
-    "memory_mb", "seconds", "peer_status", "peer_difference", "peer_macs_removed", "peer_s",
+    "macs_removed", "zeros", "groups", "frozen", "reasons", "trace_s", "prepare_s", "convert_s",
+    "memory_model_mb", "memory_mb", "seconds", "intact", "peer_status", "peer_difference", "peer_macs_removed",
+    "peer_s",
 )  # fmt: skip
 
 
@@ -31,9 +32,9 @@ def line(row: Result) -> str:
 def write_csv(rows: list[Result], path: Path) -> None:
     """All results, one row for each model."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({column: row.get(column) for column in COLUMNS} for row in rows)
 
 
 def summary(rows: list[Result]) -> str:

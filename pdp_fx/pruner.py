@@ -134,7 +134,9 @@ class Pruner(nn.Module):
         sizes = [weight.numel() for weight in weights]
         _refuse_unfit([self._mask(name).parameters_read[0] for name in names], weights)
         if self.spec.allocation == "uniform":
-            return {name: max(min(round(rule.ratio * n), n - 1), 0) for name, n in zip(names, sizes, strict=True)}
+            return {
+                name: max(min(round(rule.ratio * n), n - 1), 0) for name, n in zip(names, sizes, strict=True)
+            }
         most = [most_prunable(size, rule.ratio, self.spec.min_keep) for size in sizes]
         counts = allocate([weight.abs() for weight in weights], round(rule.ratio * sum(sizes)), most)
         return dict(zip(names, counts, strict=True))

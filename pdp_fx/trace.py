@@ -6,8 +6,10 @@ that follows `.train()` and `.eval()`. With example inputs the graph is then run
 the model gives, bit for bit.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
@@ -15,17 +17,30 @@ from torch.nn import functional
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.align import Alignment, align
+from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.module import TracedModule, mirror
 from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Recording, UnrecordableError
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.verify import Outcome, run
 
+_log = logging.getLogger(__name__)
 _MODES = {False: "eval", True: "training"}
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """A model in both modes, and the modules that stay whole in both, each with the reason."""
+
+    in_eval: Recording
+    in_train: Recording
+    alignment: Alignment
+    opaque: Mapping[str, str]
 
 
 def trace(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
@@ -55,16 +70,43 @@ def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
     with preserved(model):
         recordings = [symbolic_recording(model.train(training)) for training in _MODES]
     in_eval, in_train = recordings
-    return _build(model, align(in_eval, in_train), in_eval, in_train, {}, gate_all=False)
+    whole = {path: "only a run can look inside" for path, m in model.named_modules() if isinstance(m, COMPOSITES)}
+    return _build(model, Recordings(in_eval, in_train, align(in_eval, in_train), whole), gate_all=False)
 
 
 def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModule:
     expected = {training: _reference(model, example, training) for training in _MODES}
-    opaque: dict[str, str] = {}
-    in_eval, in_train, alignment = _record_both(model, example, opaque)
+    try:
+        direct = _record_both(model, example)
+    except TraceError:
+        return _trace_as_compiled(model, example, expected[False])
+    if any(list(model.get_submodule(path).parameters()) for path in direct.opaque):
+        try:
+            return _trace_as_compiled(model, example, expected[False])
+        except TraceError as err:
+            _log.info("traced as an uncompiled model: %s", err)
+    return _exact(model, example, direct, expected)
+
+
+def _trace_as_compiled(model: nn.Module, example: ExampleCall, plain: Outcome) -> fx.GraphModule:
+    """Trace a model that looks at values unless it is being compiled.
+
+    The graph is exactly what the model does under `torch.compiler.is_compiling()`, and gives what it does otherwise
+    up to rounding.
+    """
+    with compiling(True):
+        expected = {training: _reference(model, example, training) for training in _MODES}
+        if not plain.is_near(expected[False]):
+            raise TraceError("the model computes something else when it is being compiled")
+        return _exact(model, example, _record_both(model, example), expected)
+
+
+def _exact(
+    model: nn.Module, example: ExampleCall, recordings: Recordings, expected: Mapping[bool, Outcome]
+) -> fx.GraphModule:
     problem = ""
     for gate_all in (False, True):
-        gm = _build(model, alignment, in_eval, in_train, opaque, gate_all)
+        gm = _build(model, recordings, gate_all)
         problem = _problem(gm, model, example, expected)
         if not problem:
             return gm
@@ -81,10 +123,9 @@ def _reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcom
         ) from err
 
 
-def _record_both(
-    model: nn.Module, example: ExampleCall, opaque: dict[str, str]
-) -> tuple[Recording, Recording, Alignment]:
-    """Record until both modes go through; each failure adds a module to `opaque`."""
+def _record_both(model: nn.Module, example: ExampleCall) -> Recordings:
+    """Record until both modes go through; each failure makes one more module opaque."""
+    opaque: dict[str, str] = {}
     while True:
         try:
             in_eval, in_train = (_record(model, example, training, opaque) for training in _MODES)
@@ -96,7 +137,7 @@ def _record_both(
         alignment = align(in_eval, in_train)
         differing = _weightless(model, {alignment.owner(pair) for pair in alignment.pairs if pair.only})
         if not differing:
-            return in_eval, in_train, alignment
+            return Recordings(in_eval, in_train, alignment, opaque)
         opaque |= dict.fromkeys(differing, "acts differently in training mode")
 
 
@@ -121,23 +162,18 @@ def _weightless(model: nn.Module, paths: set[str]) -> list[str]:
     )
 
 
-def _build(
-    model: nn.Module,
-    alignment: Alignment,
-    in_eval: Recording,
-    in_train: Recording,
-    opaque: dict[str, str],
-    gate_all: bool,
-) -> TracedModule:
-    tree = mirror(model, frozenset(opaque))
-    graph, protected = write_graph(tree, alignment, in_eval, in_train, gate_all)
+def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
+    tree = mirror(model, frozenset(recordings.opaque))
+    graph, protected = write_graph(
+        tree, recordings.alignment, recordings.in_eval, recordings.in_train, gate_all
+    )
     gm = TracedModule(tree, graph, type(model).__name__)
     without_dead_code(graph, protected)
     gm.recompile()
     return gm
 
 
-def _problem(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, expected: dict[bool, Outcome]) -> str:
+def _problem(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, expected: Mapping[bool, Outcome]) -> str:
     for training, wanted in expected.items():
         with preserved(model):
             try:

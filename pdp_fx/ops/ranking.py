@@ -51,7 +51,7 @@ def _version(weight: Tensor) -> int | None:
 
 def _content(flat: Tensor) -> Key:
     """Two checksums of the bits, both blind to the order of the values: so is a rank."""
-    raw = flat.view(torch.uint8).numpy()
+    raw = as_numpy(flat.view(torch.uint8))
     whole = raw.size - raw.size % 8
     words = raw[:whole].view(np.uint64)
     return raw.size, int(words.sum()), int(np.bitwise_xor.reduce(words)), raw[whole:].tobytes()

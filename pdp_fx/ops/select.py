@@ -85,7 +85,8 @@ def storage_order(tensor: Tensor) -> Tensor:
 def as_numpy(tensor: Tensor) -> Values:
     """View a CPU tensor as an array; half and bfloat16 are widened to float32, which keeps every value."""
     narrow = tensor.is_floating_point() and tensor.itemsize < 4
-    return (tensor.float() if narrow else tensor).detach().numpy()
+    # Tensor.numpy() would bar the storage from ever being resized, which FSDP does to free a gathered weight.
+    return np.from_dlpack((tensor.float() if narrow else tensor).detach())
 
 
 @torch.library.custom_op("pdp_fx::smallest", mutates_args=())

@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -38,6 +40,7 @@ def listening(recorder: Recorder) -> Iterator[None]:
     """Let the recorder know all that models do inside the block."""
     call = nn.Module.__call__
     apply = inspect.getattr_static(torch.autograd.Function, "apply")
+    check_all_now = torch._check_tensor_all_with
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +64,14 @@ def listening(recorder: Recorder) -> Iterator[None]:
         return leave(self, *args)
 
     def check_all(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
-        recorder.guarded(recorder.check, torch.all(cond))
+        if recorder.inside:
+            check_all_now(error_type, cond, message)
+        else:
+            recorder.guarded(recorder.check, torch.all(cond))
 
     with (
         _replaced(torch, "_check_tensor_all_with", check_all),
+        _replaced(functional, "multi_head_attention_forward", _unfolded(functional.multi_head_attention_forward)),
         _replaced(nn.Module, "__call__", module_call),
         _replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
         _replaced(torch.autocast, "__enter__", autocast_enter),
@@ -73,6 +80,14 @@ def listening(recorder: Recorder) -> Iterator[None]:
         _Listener(recorder),
     ):
         yield
+
+
+def _unfolded(function: Any) -> Callable[..., Any]:
+    """A Python function of torch that lets its parts be listened to, instead of announcing itself as a whole."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
 
 
 @contextmanager

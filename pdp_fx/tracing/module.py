@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from pdp_fx.tracing.leaves import is_leaf
+from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
@@ -56,7 +56,7 @@ def mirror(model: nn.Module, opaque: frozenset[str] = frozenset()) -> nn.Module:
     def shell(module: nn.Module, path: str) -> nn.Module:
         if id(module) in shells:
             return shells[id(module)]
-        if path and (path in opaque or is_leaf(module)):
+        if path and (path in opaque or is_whole(module)):
             return module
         made = shells[id(module)] = nn.Module()
         made.training = module.training

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.expressions import only_checks
-from pdp_fx.tracing.leaves import is_leaf
+from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import Build
 from pdp_fx.tracing.preserve import generator_states
 from pdp_fx.tracing.sizes import Live, Session, live, plain, value_of
@@ -167,7 +167,7 @@ class Recorder:
         path = self.paths.get(id(module), "")
         if not path:
             return call(module, *args, **kwargs)
-        if is_leaf(module) or path in self.opaque:
+        if is_whole(module) or path in self.opaque:
             with self._silent():
                 return self._leaf(path, module, call, args, kwargs)
         with self._entered(path):
@@ -402,7 +402,8 @@ class Recorder:
 
     def check(self, condition: torch.Tensor) -> None:
         """Let the graph fail if a tensor is not true."""
-        self.function(torch._assert, (condition, f"the check at {source_line()} failed"), {})
+        with self._silent():
+            self.function(torch._assert, (condition, f"the check at {source_line()} failed"), {})
 
     def read_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor.data`, which is `tensor.detach()` to a graph."""

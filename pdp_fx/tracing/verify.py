@@ -27,6 +27,12 @@ class Outcome:
     buffers: Mapping[str, torch.Tensor]
     generator: torch.Tensor
 
+    def is_near(self, other: "Outcome") -> bool:
+        """Whether another run gives the same up to rounding: a thousand times the precision, of the output's scale."""
+        if self.kind is not other.kind or len(self.results) != len(other.results):
+            return False
+        return all(_near(mine, theirs) for mine, theirs in zip(self.results, other.results, strict=True))
+
     def difference(self, other: "Outcome") -> str:
         """How another run differs from this one, as the end of a sentence; empty if it does not."""
         if self.kind is not other.kind:
@@ -51,6 +57,16 @@ def run(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
         results = tuple(tensor.detach().clone() for tensor in tensors(output))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
         return Outcome(type(output), results, buffers, torch.get_rng_state())
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return _identical(one, other)
+    scale = one.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
+    tolerance = 1000 * torch.finfo(one.dtype).eps * scale
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule
+from pdp_fx.ops.kinds import named_modules
 from pdp_fx.pruner import find
 from pdp_fx.spec import Allocation
 
@@ -72,7 +73,7 @@ def difference(model: nn.Module, other: nn.Module, inputs: tuple[Any, ...]) -> f
 def widths(model: nn.Module) -> dict[str, int]:
     """The number of output channels of every weight, by name."""
     found: dict[str, int] = {}
-    owners: dict[str, nn.Module] = dict(model.named_modules())
+    owners = dict(named_modules(model))
     for name, weight in model.named_parameters():
         owner = owners[name.rpartition(".")[0]]
         if isinstance(owner, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):

@@ -1,5 +1,7 @@
 """What the training tests have in common: a small residual net, its data, and an ordinary training step."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
@@ -55,7 +57,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, call: nn.Module | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    seed: int,
+    call: Callable[[Tensor], Tensor] | None = None,
 ) -> float:
     """One step of training and of the schedule; ``call`` is what is run when that is not ``model``."""
     images, labels = batch(seed)

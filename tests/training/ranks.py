@@ -5,18 +5,18 @@ difference raises, which makes torchrun fail.
 """
 
 import copy
-import sys
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import pdp_fx
-from pdp_fx import PruneSpec
+from pdp_fx import PruneSpec, StateError
 from pdp_fx.pruner import Pruner, find, parameters_of
 from pdp_fx.spec import Rule
 from tests.training.nets import RAMP, RULES, batch
@@ -49,7 +49,7 @@ def check(wrapper: str, rule: Rule) -> None:
         expected = one_step(alone, alone_sgd, images, labels)
         rank, ranks = dist.get_rank(), dist.get_world_size()
         loss = one_step(together, together_sgd, images[rank::ranks], labels[rank::ranks])
-        dist.all_reduce(loss, dist.ReduceOp.AVG if wrapper == "nccl" else dist.ReduceOp.SUM)
+        dist.all_reduce(loss)
         torch.testing.assert_close(loss / ranks, expected, rtol=1e-4, atol=1e-5)
         found = masks(together)
         require(any(bool((values < 0.5).any()) for values in found) == (seed > 0), "nothing is masked")
@@ -70,9 +70,7 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
     return model
 
 
-def one_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
-) -> Tensor:
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Tensor:
     """One step of training and of the schedule; the loss."""
     loss = functional.cross_entropy(model(images), labels)
     optimizer.zero_grad()
@@ -107,7 +105,7 @@ def require_equal_on_all_ranks(tensors: list[Tensor]) -> None:
 def check_gathered(sharded: nn.Module, alone: nn.Module) -> None:
     """The gathered checkpoint of a sharded model loads into one that is not, and that one converts."""
     gathered = {
-        name: tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in sharded.state_dict().items()
     }
     fresh = copy.deepcopy(alone)
@@ -115,6 +113,18 @@ def check_gathered(sharded: nn.Module, alone: nn.Module) -> None:
     small, images = pdp_fx.convert(fresh), batch(9)[0]
     torch.testing.assert_close(small(images), fresh.eval()(images), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sharded.eval()(images), fresh(images), rtol=1e-5, atol=1e-5)
+
+
+def check_blocks_are_refused() -> None:
+    """A block that is sharded on its own is never gathered, since the graph does not call it."""
+    model = pdp_fx.prepare(Net(), PruneSpec(RULES["unstructured"], schedule=RAMP), batch()[0])
+    fully_shard(model.get_submodule("inner"), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    try:
+        model(batch()[0])
+    except StateError as err:
+        require("fully_shard on the prepared model itself" in str(err), str(err))
+    else:
+        require(False, "a sharded block was not refused")
 
 
 def require(holds: bool, message: str) -> None:
@@ -127,5 +137,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for rule in RULES.values():
-        check(sys.argv[1], rule)
+        check("ddp", rule)
+        check("fsdp", rule)
+    check_blocks_are_refused()
     dist.destroy_process_group()

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_spec_is_refused_by_name() -> None:
 
 
 class Narrow(nn.Module):
-    """As many masked layers and as few weights as the ResNet20 of CIFAR-10: the worst case among real nets."""
+    """As many masked layers and as few weights as CIFAR-10's ResNet20: the worst case among real nets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,21 +2,24 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 
+from pdp_fx.spec import Rule
 from tests.training.nets import RULES, batch, prepared, pruned_counts, sgd, training_step
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 class Counting:
@@ -27,11 +30,11 @@ class Counting:
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
         self.graphs += 1
-        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+        return lookup_backend("aot_eager")(gm, inputs)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_one_graph_serves_the_whole_ramp_with_the_losses_of_eager_mode(rule: object) -> None:
+def test_one_graph_serves_the_whole_ramp_with_the_losses_of_eager_mode(rule: Rule) -> None:
     eager = prepared(rule)
     twin = copy.deepcopy(eager)
     backend = Counting()
@@ -48,7 +51,7 @@ def test_one_graph_serves_the_whole_ramp_with_the_losses_of_eager_mode(rule: obj
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_evaluation_compiles_in_one_graph_for_every_ratio(rule: object) -> None:
+def test_evaluation_compiles_in_one_graph_for_every_ratio(rule: Rule) -> None:
     model = prepared(rule)
     optimizer = sgd(model)
     backend = Counting()
@@ -63,14 +66,14 @@ def test_evaluation_compiles_in_one_graph_for_every_ratio(rule: object) -> None:
 
 def test_step_takes_a_compiled_model() -> None:
     model = prepared(RULES["unstructured"])
-    compiled = torch.compile(model, backend="eager")
+    compiled = cast(nn.Module, torch.compile(model, backend="eager"))
     training_step(compiled, sgd(compiled), 0)
     assert int(model.get_buffer("pdp.counter")) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_inductor_trains_as_eager_mode_does(rule: object) -> None:
+def test_inductor_trains_as_eager_mode_does(rule: Rule) -> None:
     eager = prepared(rule)
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True)

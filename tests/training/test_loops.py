@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import pdp_fx
 from pdp_fx import PruneSpec, Schedule
@@ -67,7 +67,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(rule: Rule) -> None:
     functional.cross_entropy(model(images), labels).backward()
     expected = gradients(model)
     optimizer.zero_grad()
-    for part in torch.arange(16).split(4):
+    for start in range(0, 16, 4):
+        part = slice(start, start + 4)
         (functional.cross_entropy(model(images[part]), labels[part]) / 4).backward()
     for found, wanted in zip(gradients(model), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
@@ -116,7 +117,7 @@ def test_a_gradient_penalty_can_be_trained(rule: Rule) -> None:
 def test_averaged_weights_follow_and_convert(rule: Rule) -> None:
     model = prepared(rule)
     optimizer = sgd(model)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # pyright: ignore[reportUnknownArgumentType]
     for seed in range(6):
         training_step(model, optimizer, seed)
         average.update_parameters(model)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, StateError, Unstructured
-from pdp_fx.spec import Rule
+from pdp_fx.spec import Allocation, Rule
 from tests.training.nets import RULES, batch, prepared, pruned_counts, sgd, state, training_step
 
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -99,7 +99,7 @@ def test_an_all_zero_layer_trains_and_is_pruned_exactly(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_a_ratio_close_to_one_keeps_a_weight_in_every_layer(allocation: str) -> None:
+def test_a_ratio_close_to_one_keeps_a_weight_in_every_layer(allocation: Allocation) -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     spec = PruneSpec(Unstructured(0.984), allocation=allocation, schedule=AT_ONCE)
     model = pdp_fx.prepare(net, spec, torch.ones(2, 8))
@@ -116,11 +116,12 @@ def test_a_ratio_close_to_one_keeps_a_weight_in_every_layer(allocation: str) -> 
     assert min(kept) >= 1
 
 
-@pytest.mark.parametrize("rule", [Unstructured, lambda ratio: Channels(ratio=ratio)])
 @pytest.mark.parametrize("ratio", [1.0, 0.0, -0.5, 1.5, math.nan])
-def test_a_ratio_that_leaves_or_prunes_nothing_is_refused_at_once(rule: type, ratio: float) -> None:
+def test_a_ratio_that_leaves_or_prunes_nothing_is_refused_at_once(ratio: float) -> None:
     with pytest.raises(SpecError, match="ratio"):
-        rule(ratio)
+        Unstructured(ratio)
+    with pytest.raises(SpecError, match="ratio"):
+        Channels(ratio=ratio)
 
 
 class WithEmpty(nn.Module):
@@ -138,7 +139,7 @@ class WithEmpty(nn.Module):
 
 
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
-def test_a_layer_without_weights_is_left_alone(allocation: str) -> None:
+def test_a_layer_without_weights_is_left_alone(allocation: Allocation) -> None:
     rows = torch.randn(4, 8)
     spec = PruneSpec(Unstructured(0.5), allocation=allocation, schedule=AT_ONCE)
     model = pdp_fx.prepare(WithEmpty(), spec, rows)

@@ -1,0 +1,189 @@
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pdp_fx
+from pdp_fx import (
+    NM,
+    Channels,
+    PruneSpec,
+    SpecError,
+    StateError,
+    TraceError,
+    Unstructured,
+)
+from tests.nets import (
+    RULES,
+    ConvNet,
+    Mlp,
+    assert_unchanged,
+    at_once,
+    snapshot,
+)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pdp = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pdp(x)
+
+
+def nan_net() -> nn.Module:
+    model = Mlp()
+    model.fc2.weight.data[3, 3] = float("nan")
+    return model
+
+
+def infinite_net() -> nn.Module:
+    model = Mlp()
+    model.fc1.bias.data[3] = float("inf")
+    return model
+
+
+ROWS = torch.randn(2, 8)
+REFUSED = {
+    "nothing prunable": (
+        nn.ReLU,
+        at_once(RULES["unstructured"]),
+        ROWS,
+        SpecError,
+        "no conv or linear weight",
+    ),
+    "nothing prunable by this rule": (
+        lambda: nn.Linear(3, 3),
+        at_once(NM(2, 4)),
+        None,
+        SpecError,
+        "can be pruned by this spec:\n  : 3 input channels do not divide into groups of 4",
+    ),
+    "only outputs": (
+        lambda: nn.Linear(8, 3),
+        at_once(Channels(ratio=0.5)),
+        ROWS,
+        SpecError,
+        "the model returns these channels",
+    ),
+    "nan": (nan_net, at_once(Unstructured(0.5)), ROWS, SpecError, "fc2.weight holds NaN or infinite values"),
+    "infinite": (infinite_net, at_once(Unstructured(0.5)), None, SpecError, "fc1.bias holds NaN or infinite"),
+    "needed and missing": (
+        Mlp,
+        at_once(Channels(ratio=0.5)),
+        None,
+        SpecError,
+        "Channels needs example_inputs",
+    ),
+    "needed by an override": (
+        Mlp,
+        at_once(Unstructured(0.5), {"fc1": Channels(ratio=0.5)}),
+        None,
+        SpecError,
+        "Channels needs example_inputs",
+    ),
+    "wrong shape": (Mlp, at_once(Unstructured(0.5)), torch.randn(2, 9), TraceError, "mat1 and mat2 shapes"),
+    "wrong kind": (
+        Mlp,
+        at_once(Unstructured(0.5)),
+        [[1.0]],
+        TraceError,
+        "must be a tensor, a tuple .* not list",
+    ),
+    "too many": (Mlp, at_once(Unstructured(0.5)), (ROWS, ROWS), TraceError, "takes 2 positional arguments"),
+    "a rule for a spec": (
+        Mlp,
+        Unstructured(0.5),
+        ROWS,
+        SpecError,
+        r"needs a PruneSpec, got Unstructured.*write PruneSpec\(Unstructured\(0.9\)\)",
+    ),
+    "no module": (
+        lambda: functional.relu,
+        at_once(Unstructured(0.5)),
+        ROWS,
+        SpecError,
+        "needs a torch.nn.Module",
+    ),
+    "a name that is taken": (
+        Named,
+        at_once(Unstructured(0.5)),
+        None,
+        StateError,
+        "attribute 'pdp'.*rename it",
+    ),
+    "lazy": (
+        lambda: nn.LazyLinear(4),
+        at_once(Unstructured(0.5)),
+        ROWS,
+        StateError,
+        "weight has no shape yet",
+    ),
+    "an unmatched override": (
+        Mlp,
+        at_once(Unstructured(0.5), {"fc4": None}),
+        ROWS,
+        SpecError,
+        "'fc4'; did you mean 'fc",
+    ),
+    "more than may go": (
+        Mlp,
+        at_once(Unstructured(0.999)),
+        ROWS,
+        SpecError,
+        "lower the ratio, min_keep or min_channels",
+    ),
+    "min_channels keeps all": (
+        Mlp,
+        at_once(Channels(ratio=0.5, min_channels=99)),
+        ROWS,
+        SpecError,
+        "nothing would be pruned.*min_channels",
+    ),
+    "macs out of reach": (
+        ConvNet,
+        at_once(Channels(mac_reduction=0.99)),
+        torch.randn(1, 3, 8, 8),
+        SpecError,
+        r"mac_reduction=0.99 cannot be reached: removing every channel that may go saves 0\.\d+",
+    ),
+    "two mac targets": (
+        Mlp,
+        at_once(Channels(mac_reduction=0.3), {"fc1": Channels(mac_reduction=0.4)}),
+        ROWS,
+        SpecError,
+        "two different mac_reduction targets",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "spec", "inputs", "kind", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_refused_with_a_clear_error(
+    make: Callable[[], nn.Module], spec: PruneSpec, inputs: Tensor, kind: type[Exception], message: str
+) -> None:
+    model = make()
+    before = snapshot(model) if isinstance(model, Mlp) else None
+    with pytest.raises(kind, match=f"(?s){message}"):
+        pdp_fx.prepare(model, spec, inputs)
+    if before is not None:
+        assert_unchanged(model, before)
+
+
+def test_a_prepared_model_is_not_prepared_again() -> None:
+    x = torch.randn(2, 8)
+    prepared = pdp_fx.prepare(Mlp(), PruneSpec(Unstructured(0.5)), x)
+    for model in (prepared, nn.Sequential(prepared), copy.deepcopy(prepared)):
+        with pytest.raises(StateError, match="prepared already; call convert"):
+            pdp_fx.prepare(model, PruneSpec(Unstructured(0.5)), x)
+
+
+def test_step_and_convert_need_a_prepared_model() -> None:
+    for verb in (pdp_fx.step, pdp_fx.convert):
+        with pytest.raises(
+            StateError, match=rf"{verb.__name__}\(model\) needs a model that came from pdp_fx.prepare"
+        ):
+            verb(Mlp())

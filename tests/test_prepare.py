@@ -1,0 +1,375 @@
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import pdp_fx
+from pdp_fx import (
+    NM,
+    Channels,
+    PassError,
+    PruneSpec,
+    StateError,
+    Unstructured,
+)
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.granularity import Rule
+from pdp_fx.ops.kinds import named_modules
+from pdp_fx.passes import PREPARE
+from tests.nets import (
+    NETS,
+    RULES,
+    assert_unchanged,
+    at_once,
+    counts,
+    difference,
+    mask_of,
+    net,
+    pruned,
+    shake,
+    snapshot,
+    state,
+    train,
+)
+
+every_net = pytest.mark.parametrize("name", NETS)
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def prepared_net(name: str, rule: Rule) -> tuple[nn.Module, fx.GraphModule, Tensor]:
+    model, x = net(name)
+    return model, pdp_fx.prepare(model, PruneSpec(rule), x), x
+
+
+@every_net
+@every_rule
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_before_the_ramp_everything_is_bit_identical(name: str, rule: Rule, training: bool) -> None:
+    model, x = net(name)
+    twin = copy.deepcopy(model)
+    prepared = pdp_fx.prepare(model, PruneSpec(rule), x)
+    outputs: list[Tensor] = []
+    for module in (twin.train(training), prepared.train(training)):
+        torch.manual_seed(1)
+        outputs.append(module(x))
+        outputs[-1].square().sum().backward()
+    assert torch.equal(*outputs)
+    own = dict(prepared.named_parameters())
+    for name, parameter in twin.named_parameters():
+        mine, theirs = parameter.grad, own[name].grad
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs), name
+    for name, buffer in twin.named_buffers():
+        assert torch.equal(buffer, prepared.get_buffer(name)), name
+
+
+@every_net
+@every_rule
+def test_parameters_keep_their_identity_names_and_order(name: str, rule: Rule) -> None:
+    model, prepared, _ = prepared_net(name, rule)
+    expected = [(name, id(parameter)) for name, parameter in model.named_parameters()]
+    assert [(name, id(parameter)) for name, parameter in prepared.named_parameters()] == expected
+    assert [key for key in prepared.state_dict() if not key.startswith("pdp.")] == list(model.state_dict())
+
+
+@every_rule
+def test_training_flags_are_kept_module_by_module(rule: Rule) -> None:
+    model, x = net("residual")
+    model.train()
+    model.get_submodule("stem.1").eval()
+    prepared = pdp_fx.prepare(model, PruneSpec(rule), x)
+    for name, module in named_modules(model):
+        assert prepared.get_submodule(name).training == module.training, name
+    assert state(prepared).training
+    assert not state(pdp_fx.prepare(model.eval(), PruneSpec(rule), x)).training
+
+
+@every_net
+@every_rule
+def test_a_dense_checkpoint_loads_strictly(name: str, rule: Rule) -> None:
+    checkpoint = {key: tensor + 1 for key, tensor in net(name)[0].state_dict().items()}
+    _, prepared, _ = prepared_net(name, rule)
+    prepared.load_state_dict(checkpoint, strict=True)
+    assert all(torch.equal(prepared.state_dict()[key], tensor) for key, tensor in checkpoint.items())
+
+
+@every_net
+@every_rule
+def test_the_users_model_is_not_changed(name: str, rule: Rule) -> None:
+    model, x = net(name)
+    model.train()
+    before, x_before, generator = snapshot(model), x.clone(), torch.get_rng_state()
+    prepared = pdp_fx.prepare(model, PruneSpec(rule), x)
+    assert_unchanged(model, before)
+    assert torch.equal(x, x_before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    prepared.eval()
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("step", PREPARE.passes, ids=[step.name for step in PREPARE.passes])
+def test_a_pass_that_fails_half_way_leaves_the_users_model_alone(
+    step: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = net("residual")
+    before = snapshot(model)
+    run = type(step).run
+
+    def fail(self: Pass, gm: fx.GraphModule, ctx: Context) -> bool:
+        run(self, gm, ctx)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(type(step), "run", fail)
+    with pytest.raises(PassError, match=f"pass '{step.name}' failed: RuntimeError: out of luck") as error:
+        pdp_fx.prepare(model, at_once(Channels(ratio=0.5), {"fc": Unstructured(0.5)}), x)
+    assert "placeholder" in error.value.__notes__[0]
+    assert_unchanged(model, before)
+    monkeypatch.undo()
+    assert pdp_fx.prepare(model, PruneSpec(Unstructured(0.5)), x)
+
+
+@every_rule
+def test_the_modes_of_model_and_prepared_model_are_independent(rule: Rule) -> None:
+    model, prepared, x = prepared_net("residual", rule)
+    prepared.train()
+    model.eval()
+    assert all(module.training for module in prepared.modules())
+    prepared.eval()
+    model.train()
+    assert not any(module.training for module in prepared.modules())
+    assert set(model.modules()).isdisjoint(prepared.modules())
+    torch.testing.assert_close(prepared(x), model.eval()(x), rtol=0, atol=0)
+
+
+def test_hooks_on_the_prepared_model_do_not_fire_in_the_users() -> None:
+    model, prepared, x = prepared_net("conv", RULES["unstructured"])
+    seen: list[str] = []
+
+    def note(name: str, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        seen.append(name)
+
+    prepared.get_submodule("bn1").register_forward_hook(partial(note, "prepared"))
+    model.get_submodule("bn2").register_forward_hook(partial(note, "model"))
+    model(x)
+    assert seen == ["model"]
+    prepared(x)
+    assert seen == ["model", "prepared"]
+
+
+class Aliased(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.first = nn.Linear(8, 8)
+        self.second = self.first
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.second(self.first(self.stem(x)))))
+
+
+@every_rule
+def test_a_module_under_two_names_stays_one_module(rule: Rule) -> None:
+    x = torch.randn(6, 4)
+    prepared = pruned(shake(Aliased()), rule, x)
+    assert prepared.get_submodule("first") is prepared.get_submodule("second")
+    assert difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-5
+
+
+@every_rule
+def test_casting_the_prepared_model_leaves_the_masks_alone(rule: Rule) -> None:
+    for cast in (torch.bfloat16, torch.float16, torch.float64):
+        model, x = net("residual")
+        prepared = pruned(model, rule, x)
+        before = {name: buffer.clone() for name, buffer in state(prepared).named_buffers()}
+        prepared.to(cast)
+        for name, buffer in state(prepared).named_buffers():
+            assert buffer.dtype == torch.int64
+            assert torch.equal(buffer, before[name]), name
+        assert counts(prepared) == {name: count_of(prepared, name) for name in counts(prepared)}
+        assert prepared.eval()(x.to(cast)).isfinite().all()
+        converted = pdp_fx.convert(prepared)
+        assert next(converted.parameters()).dtype == cast
+
+
+def count_of(prepared: nn.Module, name: str) -> int:
+    mask, rule = mask_of(prepared, name), state(prepared).rules[name]
+    if isinstance(rule, NM):
+        return prepared.get_parameter(mask.parameters_read[0]).numel() * (rule.of - rule.keep) // rule.of
+    return int(mask.count)
+
+
+@every_net
+@every_rule
+def test_a_prepared_model_deep_copies_and_pickles(name: str, rule: Rule) -> None:
+    model, x = net(name)
+    prepared = pruned(model, rule, x).eval()
+    for copied in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        torch.testing.assert_close(copied(x), prepared(x), rtol=0, atol=0)
+        assert counts(copied) == counts(prepared)
+        assert not {id(p) for p in copied.parameters()} & {id(p) for p in prepared.parameters()}
+        pdp_fx.step(copied)
+        assert int(state(copied).counter) == int(state(prepared).counter) + 1
+        assert difference(copied, pdp_fx.convert(copied), x) <= 1e-5
+
+
+class Wrapper(nn.Module):
+    """What DistributedDataParallel looks like from the outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.module(*args)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return cast(nn.Module, torch.compile(module, backend="eager"))
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, nn.DataParallel, compiled])
+def test_a_prepared_model_is_found_inside_a_wrapper(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model, prepared, x = prepared_net("mlp", RULES["unstructured"])
+    wrapped = wrap(pdp_fx.prepare(model, at_once(Unstructured(0.5)), x))
+    pdp_fx.step(wrapped)
+    converted = pdp_fx.convert(wrapped)
+    assert difference(wrapped.eval(), converted, x) <= 1e-5
+    with pytest.raises(StateError, match="prepared already"):
+        pdp_fx.prepare(wrapped, at_once(Unstructured(0.5)), x)
+    del prepared
+
+
+def test_several_prepared_models_in_one_module_are_refused() -> None:
+    both = nn.ModuleList([prepared_net("mlp", Unstructured(0.5))[1] for _ in range(2)])
+    with pytest.raises(StateError, match="holds 2 prepared models; call step for each"):
+        pdp_fx.step(both)
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model, x = net("conv")
+    model.get_parameter("conv1.weight").requires_grad_(False)
+    prepared = pruned(model, Unstructured(0.5), x)
+    assert not prepared.get_parameter("conv1.weight").requires_grad
+    converted = pdp_fx.convert(prepared)
+    assert {name: p.requires_grad for name, p in converted.named_parameters()} == {
+        "conv1.weight": False,
+        "conv1.bias": False,
+        "conv2.weight": True,
+        "conv2.bias": True,
+        "fc.weight": True,
+        "fc.bias": True,
+    }
+
+
+def test_example_inputs_are_copied() -> None:
+    model, x = net("conv")
+    prepared = pdp_fx.prepare(model, at_once(Channels(ratio=0.5)), x)
+    x.fill_(float("nan"))
+    pdp_fx.step(prepared)
+    assert pdp_fx.convert(prepared)
+
+
+class InPlace(nn.Module):
+    """Writes to its input, as preprocessing code does, and counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 2)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.sub_(1).mul_(3)
+        self.calls.add_(1)
+        return self.out(functional.relu(self.fc(x)))
+
+
+@every_rule
+def test_a_model_that_writes_to_its_input_and_its_buffers_is_left_as_it_was(rule: Rule) -> None:
+    model, x = InPlace(), torch.randn(3, 8)
+    before, x_before = snapshot(model), x.clone()
+    prepared = pdp_fx.prepare(model, at_once(rule), x)
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    assert_unchanged(model, before)
+    assert torch.equal(x, x_before)
+    torch.testing.assert_close(converted(x.clone()), prepared.eval()(x.clone()), rtol=1e-5, atol=1e-6)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, scale: Tensor, shift: float = 0.5) -> Tensor:
+        return self.out(functional.relu(self.fc(x)) * scale + shift)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_example_inputs_may_be_positional_or_named(form: str) -> None:
+    x, scale = torch.randn(3, 8), torch.rand(3, 1)
+    given = (x, scale) if form == "tuple" else {"x": x, "scale": scale}
+    prepared = pruned_two_inputs(given)
+    converted = pdp_fx.convert(prepared)
+    assert difference(prepared.eval(), converted, x, scale) <= 1e-5
+    assert converted.get_submodule("fc").weight.shape == (8, 8)
+
+
+def pruned_two_inputs(given: tuple[Tensor, ...] | dict[str, Tensor]) -> fx.GraphModule:
+    prepared = pdp_fx.prepare(TwoInputs(), at_once(Unstructured(0.5)), given)
+    pdp_fx.step(prepared)
+    return prepared
+
+
+def test_without_example_inputs_weights_can_be_pruned() -> None:
+    model, x = net("conv")
+    for rule in (Unstructured(0.5), NM(2, 4)):
+        prepared = pdp_fx.prepare(model, at_once(rule))
+        assert state(prepared).channels is None
+        pdp_fx.step(prepared)
+        assert difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-5
+
+
+def test_no_trainable_parameter_is_added_and_masks_train() -> None:
+    model, x = net("residual")
+    prepared = pdp_fx.prepare(model, at_once(Channels(ratio=0.5)), x)
+    assert not list(state(prepared).parameters())
+    pdp_fx.step(prepared)
+    before = {name: p.detach().clone() for name, p in prepared.named_parameters()}
+    train(prepared, x)
+    assert not any(torch.equal(before[name], p) for name, p in prepared.named_parameters() if p.ndim > 1)
+
+
+def test_layers_that_do_not_divide_are_skipped_and_said() -> None:
+    model, x = net("residual")
+    skipped = dict(state(pdp_fx.prepare(model, PruneSpec(NM(2, 4)), x)).skipped)
+    assert skipped == {
+        "stem.0": "3 input channels do not divide into groups of 4",
+        "depthwise.0": "1 input channels do not divide into groups of 4",
+    }
+
+
+def test_an_nm_layer_freezes_the_channels_that_it_reads() -> None:
+    model, x = net("conv")
+    spec = at_once(Channels(ratio=0.5), {"fc": NM(2, 4)})
+    prepared = pdp_fx.prepare(model, spec, x)
+    reasons = {group.name: [str(reason) for reason in group.reasons] for group in state(prepared).kept}
+    assert [name for name, _ in state(prepared).mask_items()] == ["fc_weight", "conv1"]
+    assert reasons["conv2"] == [
+        "%fc: fc.weight is pruned N:M along these channels; removing some would break its pattern; "
+        "give that layer another rule"
+    ]

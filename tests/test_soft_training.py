@@ -1,0 +1,92 @@
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdp_fx import (
+    Channels,
+    Unstructured,
+)
+from pdp_fx.granularity import Rule
+from pdp_fx.ops.soft_mask import soft_mask_value
+from pdp_fx.ops.threshold import threshold
+from tests.nets import (
+    RULES,
+    at_once,
+    counts,
+    mask_of,
+    net,
+    pruned,
+    state,
+)
+
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+TAU = 1e-2
+
+
+def test_the_gradient_of_a_masked_weight_is_equation_2() -> None:
+    model, x = net("mlp")
+    model.double()
+    prepared = pruned(model, at_once(Unstructured(0.7), tau=TAU), x.double())
+    weight = prepared.get_parameter("fc2.weight")
+    mask = mask_of(prepared, "fc2_weight")
+    masked: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        out.retain_grad()
+        masked.append(out)
+
+    mask.register_forward_hook(keep)
+    prepared.zero_grad()
+    prepared(x.double()).square().sum().backward()
+    squared, t = weight.detach().square(), threshold(weight, mask.count)
+    m = soft_mask_value(weight, t, TAU)
+    upstream = masked[0].grad
+    assert upstream is not None
+    expected = (m + 2 * squared / TAU * m * (1 - m)) * upstream
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-11, atol=1e-13)
+    assert int(((m > 0.01) & (m < 0.99)).sum()) > 10
+
+
+def test_a_channel_mask_reaches_the_loss_through_batch_norm() -> None:
+    """Masking the conv weight before BatchNorm, the naive place, gives no gradient: BN cancels the scale."""
+    model, x = net("conv")
+    prepared = pruned(model, Channels(ratio=0.5), x)
+    masks: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        out.retain_grad()
+        masks[name] = out
+
+    for name in ("conv1", "conv2"):
+        mask_of(prepared, name).register_forward_hook(partial(keep, name))
+    prepared(x).square().mean().backward()
+    for name, mask in masks.items():
+        grad = mask.grad
+        assert grad is not None
+        naive = naive_gradient(model, x, name)
+        assert float(grad.abs().max()) > 1e-3
+        assert float(naive.abs().max()) < 1e-3 * float(grad.abs().max()), name
+
+
+def naive_gradient(model: nn.Module, x: Tensor, name: str) -> Tensor:
+    """dL/dm at m = 0.5 when m multiplies the rows of a conv weight that BatchNorm follows."""
+    weight = model.get_parameter(f"{name}.weight")
+    m = torch.full((weight.shape[0],), 0.5, requires_grad=True)
+    parameters = {f"{name}.weight": weight.detach() * m[:, None, None, None]}
+    loss = torch.func.functional_call(copy.deepcopy(model).train(), parameters, (x,)).square().mean()
+    (grad,) = torch.autograd.grad(loss, m)
+    return grad
+
+
+@every_rule
+def test_soft_masks_are_soft_and_hard_masks_hard(rule: Rule) -> None:
+    model, x = net("conv")
+    prepared = pruned(model, at_once(rule, tau=1e-3), x)
+    for name, mask in state(prepared).mask_items():
+        weights = [prepared.get_parameter(read) for read in mask.parameters_read]
+        soft = mask.values(*weights)
+        assert ((soft > 0.01) & (soft < 0.99)).any(), name
+        assert int((~mask.pruned(*weights)).sum()) == mask.pruned(*weights).numel() - counts(prepared)[name]
