@@ -14,8 +14,8 @@ Result = dict[str, Any]
 COLUMNS: tuple[str, ...] = (
     "zoo", "name", "granularity", "double", "status", "difference", "parameters", "mmacs", "macs_prunable",
     "macs_removed", "zeros", "groups", "frozen", "reasons", "trace_s", "prepare_s", "convert_s",
-    "memory_model_mb", "memory_mb", "seconds", "intact", "peer_status", "peer_difference", "peer_macs_removed",
-    "peer_s",
+    "memory_model_mb", "memory_mb", "seconds", "intact", "peer_status", "peer_difference",
+    "peer_macs_removed", "peer_s",
 )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class MaskChannels(Pass):
                 ctx.spec.tau,
                 tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
                 group.width,
+                group.parts,
             )
             key = ctx.get(Pruner).add(group.name, mask, rule)
             placed.append((group, _insert_mask(gm, before, key, mask)))

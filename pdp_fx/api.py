@@ -135,9 +135,12 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     try:
-        return copy.deepcopy(gm)
+        copied = copy.deepcopy(gm)
     except RuntimeError as err:
         raise StateError(f"the model cannot be copied: {err}") from err
+    # Every graph module has a class of its own, whose name deepcopy forgets.
+    type(copied).__name__ = type(gm).__name__
+    return copied
 
 
 def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> fx.GraphModule:

@@ -169,14 +169,27 @@ class ChannelMask(Mask):
 
     A channel's score is the root mean square of all weights that produce it, over all producers of
     the group, so that its scale is that of a weight and ``tau`` means the same everywhere.
+
+    Attributes:
+        producers: the weight axes that make the channels.
+        width: number of channels.
+        parts: channels that are cut apart from the others; the best of each part always stays.
     """
 
     def __init__(
-        self, parameters_read: tuple[str, ...], tau: float, producers: tuple[Producer, ...], width: int
+        self,
+        parameters_read: tuple[str, ...],
+        tau: float,
+        producers: tuple[Producer, ...],
+        width: int,
+        parts: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         super().__init__(parameters_read, tau)
         self.producers = producers
         self.width = width
+        self.parts = parts
+        for index, part in enumerate(parts):
+            self.register_buffer(f"part_{index}", torch.tensor(part), persistent=False)
         for index, producer in enumerate(producers):
             places = torch.tensor(producer.places or (), dtype=torch.int64)
             self.register_buffer(f"places_{index}", places, persistent=False)
@@ -185,8 +198,8 @@ class ChannelMask(Mask):
         """Return the mask, shape (width,)."""
         scores = self.scores(*weights)
         if not self.training:
-            return (~smallest(scores.detach(), self.count)).to(scores.dtype)
-        t = threshold(scores, self.count)
+            return (~smallest(self.ranked(scores), self.count)).to(scores.dtype)
+        t = threshold(self.ranked(scores), self.count)
         return torch.sigmoid((scores.square() - t * t.abs()) / self.tau)
 
     def scores(self, *weights: Tensor) -> Tensor:
@@ -204,17 +217,26 @@ class ChannelMask(Mask):
         mean = sum(energies[1:], energies[0]) / sum(entries[1:], entries[0])
         return torch.sqrt(torch.clamp(mean, min=torch.finfo(torch.float32).tiny))
 
+    def ranked(self, scores: Tensor) -> Tensor:
+        """The scores by which channels are ranked: the best channel of each part comes last."""
+        scores = scores.detach()
+        for index in range(len(self.parts)):
+            part = self.get_buffer(f"part_{index}")
+            best = part.index_select(0, scores.index_select(0, part).argmax().reshape(1))
+            scores = scores.index_copy(0, best, 2 * scores.amax().reshape(1))
+        return scores
+
     def _gathered(self, rows: Tensor, places: Tensor) -> Tensor:
         """Sum rows into the channels of the group; rows outside it fall into a spare place."""
         sums = rows.new_zeros(self.width + 1)
         return sums.index_add(0, torch.where(places < 0, self.width, places), rows)[: self.width]
 
     def pruned(self, *weights: Tensor) -> Tensor:
-        return smallest(self.scores(*weights).detach(), self.count)
+        return smallest(self.ranked(self.scores(*weights)), self.count)
 
     def values(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights).detach()
-        return soft_mask_value(scores, threshold(scores, self.count), self.tau)
+        return soft_mask_value(scores, threshold(self.ranked(scores), self.count), self.tau)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, {super().extra_repr()}"

@@ -149,17 +149,22 @@ class Pruner(nn.Module):
         _refuse_unfit(names, scores)
         widths = [mask.width for mask in masks]
         if rule.ratio is not None:
-            most = [
-                most_prunable(width, rule.ratio, self.spec.min_keep, rule.min_channels) for width in widths
-            ]
+            most = self._limits(masks, rule, rule.ratio)
             wanted = round(rule.ratio * sum(widths))
             if wanted > sum(most):
                 logger.warning("%s: of %d channels only %d can go", rule, wanted, sum(most))
             counts = self._channel_counts(scores, most)(wanted)
             counts = [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
         else:
-            counts = self._counts_for_macs(rule, names, scores, others)
+            counts = self._counts_for_macs(rule, names, masks, scores, others)
         return dict(zip(names, counts, strict=True))
+
+    def _limits(self, masks: list[ChannelMask], rule: Channels, ratio: float) -> list[int]:
+        """How many channels each group may lose."""
+        least = [max(rule.min_channels, len(mask.parts)) for mask in masks]
+        return [
+            most_prunable(mask.width, ratio, self.spec.min_keep, kept) for mask, kept in zip(masks, least, strict=True)
+        ]
 
     def _channel_counts(self, scores: list[Tensor], most: list[int]) -> Callable[[int], list[int]]:
         """Counts per group for a total number of channels, by this spec's allocation."""
@@ -170,7 +175,12 @@ class Pruner(nn.Module):
         return lambda total: allocate(normal, min(total, sum(most)), most)
 
     def _counts_for_macs(
-        self, rule: Channels, names: list[str], scores: list[Tensor], others: dict[str, int]
+        self,
+        rule: Channels,
+        names: list[str],
+        masks: list[ChannelMask],
+        scores: list[Tensor],
+        others: dict[str, int],
     ) -> list[int]:
         if self.mac_model is None or rule.mac_reduction is None:
             raise StateError("a MAC target needs the model's MAC counts")
@@ -183,8 +193,7 @@ class Pruner(nn.Module):
             return model.macs([gone.get(name, 0) for name in order])
 
         def counts_at(total: int) -> list[int]:
-            ratio = total / sum(widths)
-            most = [most_prunable(w, ratio, self.spec.min_keep, rule.min_channels) for w in widths]
+            most = self._limits(masks, rule, total / sum(widths))
             counts = self._channel_counts(scores, most)(total)
             return [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
 

@@ -188,18 +188,18 @@ def test_a_module_under_two_names_stays_one_module(rule: Rule) -> None:
 
 @every_rule
 def test_casting_the_prepared_model_leaves_the_masks_alone(rule: Rule) -> None:
-    for cast in (torch.bfloat16, torch.float16, torch.float64):
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
         model, x = net("residual")
         prepared = pruned(model, rule, x)
         before = {name: buffer.clone() for name, buffer in state(prepared).named_buffers()}
-        prepared.to(cast)
+        prepared.to(dtype)
         for name, buffer in state(prepared).named_buffers():
             assert buffer.dtype == torch.int64
             assert torch.equal(buffer, before[name]), name
         assert counts(prepared) == {name: count_of(prepared, name) for name in counts(prepared)}
-        assert prepared.eval()(x.to(cast)).isfinite().all()
+        assert prepared.eval()(x.to(dtype)).isfinite().all()
         converted = pdp_fx.convert(prepared)
-        assert next(converted.parameters()).dtype == cast
+        assert next(converted.parameters()).dtype == dtype
 
 
 def count_of(prepared: nn.Module, name: str) -> int:

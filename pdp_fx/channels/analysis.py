@@ -8,7 +8,7 @@ channel is exactly 0 wherever it is read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class ChannelGroup:
         producers: the weight axes that make these channels.
         members: every parameter and buffer axis that carries some of them.
         reasons: why channels of this group must stay; empty when all can be removed.
+        parts: places of channels that are cut apart from the others; one of each part has to stay.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ChannelGroup:
     producers: tuple[Slot, ...]
     members: tuple[Slot, ...]
     reasons: tuple[Reason, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def width(self) -> int:
@@ -179,7 +181,9 @@ def _solve(record: Record, batch: int) -> ChannelMap:
             record.ties.freeze(ids, reason)
     reasons = record.ties.frozen(classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
-    groups = _groups(record.producers, slots, reasons)
+    makers = _makers(record.producers, slots)
+    parts = [frozenset(np.unique(classes[ids.numpy()]).tolist()) for ids in record.parts]
+    groups = _with_parts(_groups(makers, slots, reasons), parts, makers, reasons)
     return ChannelMap(
         groups=tuple(group for group in groups if not group.reasons),
         frozen=tuple(group for group in groups if group.reasons),
@@ -197,17 +201,43 @@ def _solve(record: Record, batch: int) -> ChannelMap:
     )
 
 
-def _groups(
-    producers: list[Slot], slots: dict[Slot, np.ndarray], reasons: dict[int, list[Reason]]
-) -> list[ChannelGroup]:
-    """Collect classes made by the same producers; frozen ones apart from prunable ones."""
+Makers = dict[int, tuple[Slot, ...]]
+
+
+def _makers(producers: list[Slot], slots: dict[Slot, np.ndarray]) -> Makers:
+    """The weight axes that make each class."""
     makers: dict[int, list[Slot]] = {}
     for slot in producers:
         for root in dict.fromkeys(slots[slot].tolist()):
             makers.setdefault(root, []).append(slot)
+    return {root: tuple(made_by) for root, made_by in makers.items()}
+
+
+def _with_parts(
+    groups: list[ChannelGroup], parts: list[frozenset[int]], makers: Makers, reasons: dict[int, list[Reason]]
+) -> list[ChannelGroup]:
+    """Note in each group which of its channels are cut apart from the others.
+
+    A part needs no care if one of its channels stays anyway: because it is frozen, because nothing
+    makes it, or because the part holds a whole group, of which one channel always stays.
+    """
+    loose = [part for part in dict.fromkeys(parts) if all(r in makers and r not in reasons for r in part)]
+    whole = [frozenset(group.classes.tolist()) for group in groups]
+    found: list[ChannelGroup] = []
+    for group, inside in zip(groups, whole, strict=True):
+        places = {root: place for place, root in enumerate(group.classes.tolist())}
+        mine = [part & inside for part in loose if part & inside and not any(other <= part for other in whole)]
+        found.append(replace(group, parts=tuple(tuple(sorted(places[root] for root in part)) for part in dict.fromkeys(mine))))
+    return found
+
+
+def _groups(
+    makers: Makers, slots: dict[Slot, np.ndarray], reasons: dict[int, list[Reason]]
+) -> list[ChannelGroup]:
+    """Collect classes made by the same producers; frozen ones apart from prunable ones."""
     found: dict[tuple[tuple[Slot, ...], bool], list[int]] = {}
-    for root, makers_of in makers.items():
-        found.setdefault((tuple(makers_of), root in reasons), []).append(root)
+    for root, made_by in makers.items():
+        found.setdefault((made_by, root in reasons), []).append(root)
     carriers: dict[int, list[Slot]] = {}
     for slot, ids in slots.items():
         for root in np.unique(ids).tolist():

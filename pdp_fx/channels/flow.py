@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -123,6 +124,7 @@ class Record:
         demands: layers that must be 0 where their channel is dropped.
         grids: labels that lie along several axes.
         norms: nodes that normalise over channels, to be given masks.
+        parts: labels of parts that are cut out of channels; none may become empty.
         counted: labels whose number along an axis must not change, with the reason.
         values: the tensors that each node gave, in order.
         numbers: the numbers that nodes gave.
@@ -138,6 +140,7 @@ class Record:
     demands: list[Layer] = field(default_factory=list[Layer])
     grids: list[Tensor] = field(default_factory=list[Tensor])
     norms: list[NormSite] = field(default_factory=list[NormSite])
+    parts: list[Tensor] = field(default_factory=list[Tensor])
     counted: list[tuple[Tensor, int, Reason]] = field(default_factory=list[tuple[Tensor, int, Reason]])
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
@@ -293,11 +296,33 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.source = str(n.meta.get("source", ""))
         self.flow.sized = []
         self.flow.masks_norm = self.can_mask(n)
-        result = super().run_node(n)
+        result = self.run_unseen(n) if is_opaque(self.module, n) else super().run_node(n)
         self.after(n, self.flow, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.flow.record.values[n.name] = tuple(Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors)
         return result
+
+
+    def run_unseen(self, node: fx.Node) -> Any:
+        """Run a module whose inside depends on its inputs: another input may take another way through it."""
+        with no_dispatch():
+            result = super().run_node(node)
+        module = self.fetch_attr(str(node.target))
+        read = [leaf for leaf in tree_leaves(self.fetch_args_kwargs_from_env(node)) if isinstance(leaf, Tensor)]
+        why = f"{type(module).__name__} decides by its data what it does"
+        self.flow.freeze_all([*read, *module.parameters(), *module.buffers()], why)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
+                self.flow.put(leaf, ())
+        return result
+
+
+def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
+    """Whether ``node`` calls a user's module as a whole, because the tracer could not look inside."""
+    if node.op != "call_module":
+        return False
+    home = type(gm.get_submodule(str(node.target))).__module__
+    return not home.startswith(("torch.nn.", "torch.ao.nn.", "pdp_fx."))
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ def layout(call: Call, flow: LabelFlow) -> None:
     for layer in _cut_whole(call, flow):
         for index, new in enumerate(_move(layer, tuple(source.shape), call)):
             moved[index].append(new)
+            _note_part(layer, new, call, flow)
             if call.func.overloadpacket in SIZED and _laid_out_anew(layer, new):
                 flow.sized.append(Sized(layer, new))
     if call.func.overloadpacket is aten.expand:
@@ -103,6 +104,13 @@ def _without_overlap(layers: list[Layer], flow: LabelFlow) -> list[Layer]:
         else:
             kept.append(layer)
     return kept
+
+
+def _note_part(before: Layer, part: Layer, call: Call, flow: LabelFlow) -> None:
+    """Note a part that is cut out of the channels, which must not become empty."""
+    cut = call.func.overloadpacket in CUTS and len(part.support) == 1
+    if cut and not part.free and part.ids.numel() < before.ids.numel():
+        flow.record.parts.append(part.ids.reshape(-1))
 
 
 def _laid_out_anew(before: Layer, after: Layer) -> bool:

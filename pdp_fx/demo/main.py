@@ -94,7 +94,10 @@ def _write_json(
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         "variants": [
-            asdict(row) | {"training_seconds": [run.seconds for run in results]}
+            asdict(row)
+            | {"training_seconds": [run.seconds for run in results]}
+            | {"newly_pruned": [run.pruning.newly_pruned for run in results if run.pruning]}
+            | {"restored": [run.pruning.restored for run in results if run.pruning]}
             for row, results in zip(summaries, runs.values(), strict=True)
         ],
     }

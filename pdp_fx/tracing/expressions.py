@@ -24,9 +24,14 @@ class Located:
 
 def expression_at(frame: FrameType) -> Located | None:
     """The innermost expression whose instruction the frame is executing, or None if there is no source to read."""
+    located = _by_span(frame.f_code.co_filename).get(_span(frame))
+    return located if located is not None and isinstance(located.node, ast.expr) else None
+
+
+def _span(frame: FrameType) -> Span:
     spans = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
     line, end_line, column, end_column = next(spans, (None, None, None, None))
-    return _by_span(frame.f_code.co_filename).get((line, end_line, column, end_column))
+    return line, end_line, column, end_column
 
 
 @lru_cache(maxsize=64)
@@ -39,7 +44,7 @@ def _by_span(filename: str) -> dict[Span, Located]:
     pending: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(tree, ())]
     while pending:
         node, parents = pending.pop()
-        if isinstance(node, ast.expr):
+        if isinstance(node, ast.expr | ast.If | ast.Assert):
             found[node.lineno, node.end_lineno, node.col_offset, node.end_col_offset] = Located(node, parents)
         pending += [(child, (*parents, node)) for child in ast.iter_child_nodes(node)]
     return found
@@ -50,30 +55,39 @@ def only_checks(frame: FrameType, value: bool) -> bool:
 
     True for `assert ok`, `if bad: raise ...` and the like, if the check passes with this value.
     """
-    located = expression_at(frame)
+    located = _by_span(frame.f_code.co_filename).get(_span(frame))
     if located is None:
         return False
-    child = located.node
-    for parent in reversed(located.parents):
-        if isinstance(parent, ast.Assert):
-            return value
-        if isinstance(parent, ast.If):
-            return child is parent.test and _fails(parent.orelse if value else parent.body)
-        outcome = _outcome(parent, child, value)
-        if outcome is None:
+    # Which of the two Python names as the place of a branch, the statement or its test, depends on its version.
+    child, above = located.node, located.parents
+    if isinstance(child, ast.If | ast.Assert):
+        outcome = _truth(child.test, value)
+        return outcome is not None and _passes(child, outcome)
+    truth: bool | None = value
+    for parent in reversed(above):
+        if truth is None:
             return False
-        child, value = parent, outcome
+        if isinstance(parent, ast.If | ast.Assert):
+            return child is parent.test and _passes(parent, truth)
+        truth = _truth(parent, truth) if isinstance(parent, ast.UnaryOp | ast.BoolOp) else None
+        child = parent
     return False
 
 
-def _outcome(parent: ast.AST, child: ast.AST, value: bool) -> bool | None:
-    """The truth of a `not`, `and` or `or` around an operand that has this truth, if the operand decides it."""
-    if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
-        return not value
-    if isinstance(parent, ast.BoolOp):
-        decides = value is isinstance(parent.op, ast.Or) or child is parent.values[-1]
-        return value if decides else None
-    return None
+def _truth(test: ast.expr, value: bool) -> bool | None:
+    """The truth of a condition, one operand of which has this value; None if the others matter."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _truth(test.operand, value) if isinstance(test.operand, ast.BoolOp | ast.UnaryOp) else value
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):
+        return value if value is isinstance(test.op, ast.Or) else None
+    return value
+
+
+def _passes(statement: ast.If | ast.Assert, outcome: bool) -> bool:
+    if isinstance(statement, ast.Assert):
+        return outcome
+    return _fails(statement.orelse if outcome else statement.body)
 
 
 def _fails(body: list[ast.stmt]) -> bool:

@@ -328,6 +328,8 @@ class Recorder:
         if isinstance(arg, dict):
             parts = {key: self.encode(part) for key, part in arg.items()}
             return parts if type(arg) is dict else Expr(type(arg), (parts,))
+        if hasattr(arg, "__dict__") and not callable(arg) and has_tensors(arg):
+            return self._build(arg)
         raise UnrecordableError(f"passes a {type(arg).__name__}, which a graph cannot hold")
 
     def output(self, result: Any) -> Any:

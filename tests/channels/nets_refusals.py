@@ -368,8 +368,8 @@ class LearnedSoftmaxPool(nn.Module):
 REFUSALS = (
     Construct(SoftmaxOverChannels, images(), removed=3, reason="softmax runs over these channels"),
     Construct(LocalResponseNorm, images(), removed=3, reason="over these channels"),
-    Construct(GroupNorm, images(), removed=3, reason="statistics of group_norm"),
-    Construct(GroupNormBeforeGrouped, images(), removed=7, reason="statistics of group_norm"),
+    Construct(GroupNorm, images(), removed=3),
+    Construct(GroupNormBeforeGrouped, images(), removed=7),
     Construct(InstanceNorm, images(), removed=7),
     Construct(LayerNormOfImage, images(), removed=3, reason="statistics of layer_norm"),
     Construct(RmsNormStream, sequences(), removed=8, reason="runs over these channels"),

@@ -97,6 +97,13 @@ def test_channel_pruning_halves_the_work_and_the_net_is_smaller(finished: Finish
     assert row["size"]["plain"] < dense["size"]["plain"]
 
 
+def test_the_flips_of_a_run_add_up_to_what_is_pruned(finished: Finished) -> None:
+    row = finished.variant("unstructured")
+    ((newly, restored),) = zip(row["newly_pruned"], row["restored"], strict=True)
+    assert len(newly) == 3
+    assert sum(newly) - sum(restored) == pytest.approx(row["reached"], abs=1e-6)
+
+
 @pytest.mark.parametrize("name", ["unstructured", "2:4", "channels"])
 def test_every_pruned_net_is_what_was_trained_and_learns(finished: Finished, name: str) -> None:
     row = finished.variant(name)

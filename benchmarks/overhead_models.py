@@ -1,0 +1,141 @@
+"""The workloads of `overhead.py`, and every way of training them that it compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pdp_fx
+from benchmarks.gpt2 import GPT2, Config
+from benchmarks.resnet_cifar import ResNet20
+from benchmarks.rival_masks import (
+    SRSTE,
+    ContinuousSparsification,
+    FixedMask,
+    OptG,
+    SoftThresholdReparameterization,
+    magnitude_mask,
+)
+from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
+from pdp_fx.pruner import find
+from pdp_fx.spec import Rule
+
+METHODS = ("dense", "pdp", "pdp-nm", "pdp-channels", "fixed", "optg", "cs", "str", "sr-ste")
+RATIO = 0.85
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with the batch it is trained on.
+
+    Attributes:
+        make: builds the model.
+        batch: examples in a batch.
+        shape: of one example; one number means that many token ids.
+        classes: the number of labels, or of tokens.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: int
+    shape: tuple[int, ...]
+    classes: int = 1000
+
+    def example(self, batch: int, device: str) -> tuple[Tensor, Tensor]:
+        """A batch of inputs and labels."""
+        generator = torch.Generator().manual_seed(0)
+        if len(self.shape) == 1:
+            tokens = torch.randint(0, 50257, (batch, self.shape[0] + 1), generator=generator).to(device)
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        images = torch.randn(batch, *self.shape, generator=generator).to(device)
+        return images, torch.randint(0, self.classes, (batch,), generator=generator).to(device)
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """SGD with momentum for images, AdamW for tokens; the rate is 0 so that long runs stay where they are."""
+        if len(self.shape) == 1:
+            return torch.optim.AdamW(parameters, 0.0, weight_decay=0.1)
+        return torch.optim.SGD(parameters, 0.0, momentum=0.9, weight_decay=1e-4)
+
+
+def _torchvision(name: str) -> nn.Module:
+    import torchvision  # noqa: PLC0415 only half of the workloads need it
+
+    return torchvision.models.get_model(name, weights=None)
+
+
+WORKLOADS = {
+    "resnet20": Workload(ResNet20, 128, (3, 32, 32), 10),
+    "resnet18": Workload(partial(_torchvision, "resnet18"), 64, (3, 224, 224)),
+    "resnet50": Workload(partial(_torchvision, "resnet50"), 32, (3, 224, 224)),
+    "mobilenet_v2": Workload(partial(_torchvision, "mobilenet_v2"), 32, (3, 224, 224)),
+    "gpt2-block": Workload(lambda: GPT2(Config(positions=128, layers=3)), 12, (128,)),
+    "gpt2-small": Workload(lambda: GPT2(Config()), 8, (1024,)),
+}
+
+
+@dataclass
+class Variant:
+    """A model as one method trains it.
+
+    Attributes:
+        model: what is called.
+        own: the parameters that the method adds.
+        penalties: the modules whose `penalty` joins the loss.
+    """
+
+    model: nn.Module
+    own: list[nn.Parameter]
+    penalties: list[ContinuousSparsification]
+
+    def loss(self, inputs: Tensor, labels: Tensor, precision: str) -> Tensor:
+        """The loss of one batch."""
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            outputs = self.model(inputs)
+            loss = functional.cross_entropy(outputs.flatten(0, -2).float(), labels.flatten())
+        for part in self.penalties:
+            loss = loss + part.penalty
+        return loss
+
+
+def build(method: str, dense: nn.Module, example: Tensor) -> Variant:
+    """The model ``dense`` as ``method`` trains it, sharing its parameters; every mask is half of the way."""
+    if method == "dense":
+        return Variant(dense, [], [])
+    rules: dict[str, Rule] = {"pdp-nm": NM(2, 4), "sr-ste": NM(2, 4), "pdp-channels": Channels(ratio=0.4)}
+    tied = {"lm_head": None} if isinstance(dense, GPT2) else {}
+    spec = PruneSpec(rules.get(method, Unstructured(RATIO)), tied, Schedule(0, 0.5, "step"))
+    model = pdp_fx.prepare(dense, spec, example[:2])
+    pdp_fx.step(model)
+    if not method.startswith("pdp"):
+        _replace_masks(model, method)
+    own = list({*model.parameters()} - {*dense.parameters()})
+    parts = [part for part in model.modules() if isinstance(part, ContinuousSparsification)]
+    return Variant(model, own, parts)
+
+
+def _replace_masks(model: nn.Module, method: str) -> None:
+    """Put a rival's mask in the place of each of ours."""
+    found = find(model)
+    if found is None:
+        raise ValueError("not a prepared model")
+    gm, pruner = found
+    for name, mask in pruner.mask_items():
+        weight = gm.get_parameter(mask.parameters_read[0])
+        pruner.masks[name] = _rival(method, weight).to(weight.device)
+
+
+def _rival(method: str, weight: Tensor) -> nn.Module:
+    if method == "fixed":
+        return FixedMask(weight, RATIO / 2)
+    if method == "optg":
+        return OptG(weight, RATIO / 2)
+    if method == "cs":
+        return ContinuousSparsification(weight)
+    if method == "sr-ste":
+        return SRSTE(2, 4)
+    kept = magnitude_mask(weight, RATIO / 2).bool()
+    return SoftThresholdReparameterization(max(float(weight.detach().abs()[~kept].max()), 1e-12))

@@ -1,0 +1,156 @@
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from pdp_fx.masks import WeightMask
+from pdp_fx.ops import ranking
+from pdp_fx.ops.ranking import Ranking
+from pdp_fx.ops.select import Values
+from pdp_fx.ops.threshold import threshold
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one entry with every selection."""
+    counts: list[int] = []
+    select = ranking.order_statistics
+
+    def counting(values: Values, count: int) -> tuple[object, object]:
+        counts.append(count)
+        return select(values, count)
+
+    monkeypatch.setattr(ranking, "order_statistics", counting)
+    return counts
+
+
+def masked_layer() -> tuple[WeightMask, nn.Parameter]:
+    mask = WeightMask(("weight",), 1e-4)
+    mask.target.fill_(90)
+    mask.advance(0.5)
+    return mask, nn.Parameter(torch.randn(10, 15) * 0.03)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(150,), (7, 3), (6, 4, 3, 3), (1, 5)])
+def test_what_is_remembered_is_what_a_selection_finds(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    memory, weight = Ranking(), torch.randn(shape).to(dtype)
+    for pruned in (1, weight.numel() // 2, weight.numel() - 1):
+        first = memory.around(weight, pruned)
+        assert memory.around(weight, pruned) == first
+        assert 0.5 * first[0] + 0.5 * first[1] == threshold(weight, torch.tensor(pruned))
+
+
+def test_one_selection_serves_a_whole_optimizer_step(selections: list[int]) -> None:
+    mask, weight = masked_layer()
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for step in range(1, 4):
+        for _ in range(2):
+            mask(weight).square().sum().backward()
+        (mask(weight) + mask(weight)).sum().backward()
+        checkpoint(mask, weight, use_reentrant=False).sum().backward()
+        with torch.no_grad():
+            mask.eval()(weight)
+        mask.train()
+        assert len(selections) == step
+        optimizer.step()
+
+
+def change_in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def change_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(2)
+
+
+def change_one_weight_through_data(weight: nn.Parameter) -> None:
+    weight.data.view(-1)[weight.abs().argmax()] = 0.0
+
+
+def replace_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 2
+
+
+def change_through_a_view_of_numpy(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[:] *= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_in_place,
+        change_data,
+        change_one_weight_through_data,
+        replace_data,
+        change_through_a_view_of_numpy,
+    ],
+)
+@pytest.mark.parametrize("mode", [True, False])
+def test_no_way_of_writing_a_weight_leaves_a_stale_mask(
+    change: Callable[[nn.Parameter], None], mode: bool
+) -> None:
+    mask, weight = masked_layer()
+    mask.train(mode)
+    mask(weight)
+    change(weight)
+    fresh = WeightMask(("weight",), 1e-4).train(mode)
+    fresh.target.fill_(90)
+    fresh.advance(0.5)
+    assert mask(weight).equal(fresh(weight))
+
+
+def test_another_count_is_another_threshold() -> None:
+    mask, weight = masked_layer()
+    half = mask(weight)
+    mask.advance(1.0)
+    assert int((mask(weight).abs() < half.abs()).sum()) > 0
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_nothing_pruned_costs_nothing(mode: bool, selections: list[int]) -> None:
+    mask, weight = masked_layer()
+    mask.advance(0.0)
+    assert mask.train(mode)(weight) is weight
+    assert not selections
+
+
+def test_ties_are_pruned_exactly_after_a_remembered_rank() -> None:
+    mask, weight = masked_layer()
+    with torch.no_grad():
+        weight.copy_(torch.randint(-3, 4, weight.shape))
+    for _ in range(2):
+        assert int(mask.pruned(weight).sum()) == 45
+
+
+def test_ranking_leaves_the_storage_resizable() -> None:
+    """FSDP frees a gathered weight by resizing its storage to nothing."""
+    mask, weight = masked_layer()
+    mask(weight)
+    weight.untyped_storage().resize_(0)
+
+
+def test_inference_tensors_and_copies_are_ranked_too() -> None:
+    mask, weight = masked_layer()
+    expected = mask.eval()(weight)
+    with torch.inference_mode():
+        assert mask(weight.clone()).equal(expected)
+    assert copy.deepcopy(mask)(weight).equal(expected)
+
+
+def test_broken_weights_are_never_remembered_as_equal() -> None:
+    mask, weight = masked_layer()
+    whole = mask(weight).detach().clone()
+    saved = weight.detach().clone()
+    weight.data.fill_(math.nan)
+    assert bool(mask(weight).isnan().all())
+    weight.data.copy_(saved)
+    found: Tensor = mask(weight)
+    assert found.equal(whole)

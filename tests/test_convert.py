@@ -1,0 +1,515 @@
+import copy
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import pdp_fx
+from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured, VerifyError, api
+from pdp_fx.compiler import Context
+from pdp_fx.granularity import Rule
+from pdp_fx.ops.kinds import named_modules
+from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
+from pdp_fx.spec import Allocation
+from tests.nets import (
+    NETS,
+    RULES,
+    ConvNet,
+    Mlp,
+    Residual,
+    assert_unchanged,
+    at_once,
+    counts,
+    difference,
+    mask_of,
+    net,
+    pruned,
+    shake,
+    snapshot,
+    state,
+    train,
+)
+
+MIXED = at_once(Channels(ratio=0.5), {nn.Linear: NM(2, 4)})
+SPECS: dict[str, PruneSpec] = {name: at_once(rule) for name, rule in RULES.items()}
+SPECS["uniform"] = at_once(Unstructured(0.7), allocation="uniform")
+SPECS["macs"] = at_once(Channels(mac_reduction=0.3))
+
+every_net = pytest.mark.parametrize("name", NETS)
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+@every_net
+@every_spec
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+def test_converted_equals_prepared_in_eval(
+    name: str, spec: PruneSpec, dtype: torch.dtype, tolerance: float
+) -> None:
+    model, x = net(name)
+    prepared = pruned(model.to(dtype), spec, x.to(dtype)).eval()
+    converted = pdp_fx.convert(prepared)
+    for inputs in (x, torch.randn(7, *x.shape[1:])):
+        assert difference(prepared, converted, inputs.to(dtype)) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "smaller"),
+    [("conv", ["conv1.weight"]), ("residual", ["expand.0.weight", "depthwise.0.weight"])],
+)
+def test_channels_in_the_trunk_and_two_of_four_in_the_classifier(name: str, smaller: list[str]) -> None:
+    model, x = net(name)
+    prepared = pruned(model.double(), MIXED, x.double()).eval()
+    converted = pdp_fx.convert(prepared)
+    assert difference(prepared, converted, x.double()) <= 1e-9
+    weight = converted.get_parameter("fc.weight")
+    assert (weight.unflatten(1, (-1, 4)) == 0).sum(2).eq(2).all()
+    rows = {key: p.shape[0] for key, p in converted.named_parameters() if key.endswith("weight")}
+    assert [key for key, count in rows.items() if count < model.get_parameter(key).shape[0]] == smaller
+    assert weight.shape == model.get_parameter("fc.weight").shape
+
+
+@every_net
+@every_spec
+def test_neither_the_users_nor_the_prepared_model_is_changed(name: str, spec: PruneSpec) -> None:
+    model, x = net(name)
+    prepared = pruned(model, spec, x)
+    before = snapshot(model), snapshot(prepared)
+    graph, generator = str(prepared.graph), torch.get_rng_state()
+    converted = pdp_fx.convert(prepared)
+    assert torch.equal(torch.get_rng_state(), generator)
+    train(converted, x)
+    assert_unchanged(model, before[0])
+    assert_unchanged(prepared, before[1])
+    assert str(prepared.graph) == graph
+
+
+@every_net
+@every_spec
+def test_the_converted_model_is_plain(name: str, spec: PruneSpec) -> None:
+    model, x = net(name)
+    converted = pdp_fx.convert(pruned(model, spec, x))
+    for path, module in named_modules(converted):
+        assert path == "" or type(module).__module__.startswith("torch.nn.modules."), path
+        assert not module.training
+    assert b"pdp_fx" not in pickle.dumps(converted)
+    assert not any("pdp" in key for key in converted.state_dict())
+    assert "pdp" not in converted.code
+    for copied in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        torch.testing.assert_close(copied(x), converted(x), rtol=0, atol=0)
+
+
+@every_net
+@every_spec
+def test_the_converted_model_exports_and_compiles(name: str, spec: PruneSpec, tmp_path: Path) -> None:
+    model, x = net(name)
+    converted = pdp_fx.convert(pruned(model, spec, x))
+    expected = converted(x)
+    torch.export.save(torch.export.export(converted, (x,)), tmp_path / "model.pt2")
+    exported = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(exported(x), expected, rtol=1e-6, atol=1e-6)
+    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("residual", SPECS["channels"]), ("conv", MIXED)], ids=["channels", "mixed"]
+)
+def test_onnx_runtime_gives_the_same(name: str, spec: PruneSpec, tmp_path: Path) -> None:
+    check_onnx(*net(name), spec, tmp_path)
+
+
+@pytest.mark.slow
+@every_net
+@every_spec
+def test_onnx_runtime_gives_the_same_for_every_net(name: str, spec: PruneSpec, tmp_path: Path) -> None:
+    check_onnx(*net(name), spec, tmp_path)
+
+
+def check_onnx(model: nn.Module, x: Tensor, spec: PruneSpec, folder: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    converted = pdp_fx.convert(pruned(model, spec, x))
+    path = folder / "model.onnx"
+    torch.onnx.export(converted, (x,), path, dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected = converted(x)
+    assert (torch.from_numpy(found) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_smaller_shapes_show_when_printed() -> None:
+    model, x = net("residual")
+    prepared = pruned(model, at_once(Channels(ratio=0.5), allocation="uniform"), x)
+    assert str(pdp_fx.convert(prepared)).split("\n\n")[0] == PRINTED
+
+
+PRINTED = """\
+Residual(
+  (stem): Module(
+    (0): Conv2d(3, 4, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    (2): ReLU(inplace=True)
+  )
+  (expand): Module(
+    (0): Conv2d(4, 8, kernel_size=(1, 1), stride=(1, 1))
+    (2): ReLU6()
+  )
+  (depthwise): Module(
+    (0): Conv2d(8, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), groups=8)
+    (2): SiLU()
+  )
+  (project): Module(
+    (0): Conv2d(8, 4, kernel_size=(1, 1), stride=(1, 1))
+  )
+  (dropout): Dropout(p=0.2, inplace=False)
+  (fc): Linear(in_features=4, out_features=5, bias=True)
+)"""
+
+
+@every_net
+def test_zeros_are_the_specs_number_in_total(name: str) -> None:
+    model, x = net(name)
+    prepared = pruned(model, Unstructured(0.7), x)
+    converted = pdp_fx.convert(prepared)
+    weights = [parameter for parameter in converted.parameters() if parameter.ndim > 1]
+    total = sum(weight.numel() for weight in weights)
+    assert sum(int((weight == 0).sum()) for weight in weights) == round(0.7 * total)
+    assert sum(counts(prepared).values()) == round(0.7 * total)
+
+
+def test_zeros_are_the_specs_number_per_layer_with_overrides() -> None:
+    model, x = net("residual")
+    overrides: dict[str, Rule | None] = {
+        "stem": Unstructured(0.25),
+        "expand.0": None,
+        "re:.*wise.0": Unstructured(0.5),
+        "fc": NM(2, 8),
+    }
+    prepared = pruned(model, at_once(Unstructured(0.8), overrides), x)
+    converted = pdp_fx.convert(prepared)
+    zeros = {key: int((p == 0).sum()) for key, p in converted.named_parameters() if key.endswith("weight")}
+    assert zeros == {
+        "stem.0.weight": 54,
+        "expand.0.weight": 0,
+        "depthwise.0.weight": 72,
+        "project.0.weight": 102,
+        "fc.weight": 30,
+    }
+
+
+def test_uniform_allocation_prunes_every_layer_alike() -> None:
+    model, x = net("residual")
+    prepared = pruned(model, at_once(Unstructured(0.7), allocation="uniform"), x)
+    for name, count in counts(prepared).items():
+        assert count == round(0.7 * prepared.get_parameter(read(prepared, name)).numel()), name
+
+
+def groups(prepared: nn.Module, name: str) -> int:
+    """How many groups of M an N:M mask has; any other mask has one."""
+    rule = state(prepared).rules[name]
+    return prepared.get_parameter(read(prepared, name)).numel() // rule.of if isinstance(rule, NM) else 1
+
+
+def read(prepared: nn.Module, name: str) -> str:
+    return mask_of(prepared, name).parameters_read[0]
+
+
+@pytest.mark.parametrize("min_keep", [0.0, 0.25, 1.0])
+def test_the_guard_holds_and_the_total_stays_exact(min_keep: float) -> None:
+    model, x = net("mlp")
+    model.get_parameter("fc2.weight").data.mul_(1e-3)
+    prepared = pdp_fx.prepare(model, at_once(Unstructured(0.75), min_keep=min_keep), x)
+    pdp_fx.step(prepared)
+    found = counts(prepared)
+    assert sum(found.values()) == 276
+    assert found["fc2_weight"] == {0.0: 191, 0.25: 180, 1.0: 144}[min_keep]
+
+
+@every_spec
+def test_ties_are_counted_out(spec: PruneSpec) -> None:
+    model, x = net("residual")
+    for parameter in model.parameters():
+        parameter.data.fill_(0.1)
+    prepared = pdp_fx.prepare(model, spec, x)
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    for name, count in counts(prepared).items():
+        assert count == mask_of(prepared, name).pruned_now * groups(prepared, name), name
+    assert difference(prepared.eval(), converted, x) <= 1e-5
+
+
+@every_rule
+def test_a_tied_weight_is_one_site(rule: Rule) -> None:
+    model, x = net("tied")
+    prepared = pruned(model, rule, x)
+    converted = pdp_fx.convert(prepared)
+    assert converted.get_submodule("encoder").weight is converted.get_submodule("decoder").weight
+    sites = [name for name, _ in state(prepared).mask_items()]
+    expected = ["stem"] if isinstance(rule, Channels) else ["stem_weight", "encoder_weight", "head_weight"]
+    assert sites == expected
+
+
+def test_a_tied_weight_with_two_rules_is_skipped() -> None:
+    model, x = net("tied")
+    prepared = pdp_fx.prepare(model, at_once(Unstructured(0.5), {"decoder": None}), x)
+    assert [name for name, _ in state(prepared).mask_items()] == ["stem_weight", "head_weight"]
+    assert state(prepared).skipped == (
+        (
+            "encoder",
+            "its weight is shared by layers to which the spec gives different rules "
+            "(encoder: Unstructured(ratio=0.5), decoder: skip)",
+        ),
+    )
+
+
+@every_net
+@every_spec
+def test_counts_are_exact_in_bfloat16(name: str, spec: PruneSpec) -> None:
+    model, x = net(name)
+    prepared = pruned(model.bfloat16(), spec, x.bfloat16())
+    for mask, count in counts(prepared).items():
+        assert count == mask_of(prepared, mask).pruned_now * groups(prepared, mask)
+    assert pdp_fx.convert(prepared)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_kept_channels_are_the_specs_number_in_total() -> None:
+    model, x = net("residual")
+    converted = pdp_fx.convert(pruned(model, Channels(ratio=0.4), x))
+    rows = {name: kept_rows(converted, f"{name}.0") for name in ("stem", "expand", "depthwise")}
+    assert 8 - rows["stem"] + 16 - rows["expand"] == round(0.4 * 24)
+    assert rows["depthwise"] == rows["expand"]
+    assert converted.get_parameter("fc.weight").shape == (5, rows["stem"])
+
+
+def kept_rows(converted: nn.Module, layer: str) -> int:
+    return converted.get_parameter(f"{layer}.weight").shape[0]
+
+
+@pytest.mark.parametrize(("round_to", "min_channels"), [(4, 1), (8, 1), (1, 12), (16, 1)])
+def test_channel_counts_respect_round_to_and_min_channels(round_to: int, min_channels: int) -> None:
+    torch.manual_seed(0)
+    model, x = shake(ConvNet(width=48)), torch.randn(4, 3, 8, 8)
+    rule = Channels(ratio=0.6, round_to=round_to, min_channels=min_channels)
+    converted = pdp_fx.convert(pruned(model, rule, x))
+    kept = [kept_rows(converted, name) for name in ("conv1", "conv2")]
+    assert kept[0] == 8 if round_to == 16 or min_channels == 12 else kept[0] % round_to == 0
+    assert kept[1] % round_to == 0
+    assert kept[1] >= min_channels
+
+
+@pytest.mark.parametrize("reduction", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("allocation", ["global", "uniform"])
+def test_the_mac_target_is_met_and_barely(reduction: float, allocation: Allocation) -> None:
+    torch.manual_seed(0)
+    model, x = shake(Residual(32, 64)), torch.randn(2, 3, 8, 8)
+    prepared = pruned(model, at_once(Channels(mac_reduction=reduction), allocation=allocation), x)
+    dense, small = macs(model), macs(pdp_fx.convert(prepared))
+    assert 1 - reduction - 0.05 <= small / dense <= 1 - reduction
+
+
+def macs(model: nn.Module) -> float:
+    """Multiply-accumulates of a `Residual` for 8 x 8 images, counted layer by layer."""
+    convs = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Conv2d)]
+    return 64 * sum(convs) + model.get_parameter("fc.weight").numel()
+
+
+class Twice(nn.Module):
+    """A conv whose output is read twice; a module called twice; a BatchNorm ahead of its conv."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.other = nn.Conv2d(4, 4, 3, padding=1)
+        self.last = nn.BatchNorm2d(4)
+        if kind == "shared weight":
+            self.other.weight = self.conv.weight
+        self.head = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "conv read twice":
+            y = self.conv(x)
+            return self.head(self.bn(y) + y)
+        if self.kind == "conv called twice":
+            return self.head(self.bn(self.conv(torch.relu(self.conv(x)))))
+        if self.kind == "norm called twice":
+            return self.head(self.bn(self.other(torch.relu(self.bn(self.conv(x))))))
+        if self.kind == "shared weight":
+            return self.head(self.last(self.other(torch.relu(self.bn(self.conv(x))))))
+        return self.head(self.conv(torch.relu(self.bn(x))))
+
+
+@every_rule
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("conv read twice", ["bn"]),
+        ("conv called twice", ["bn"]),
+        ("norm called twice", ["bn"]),
+        ("shared weight", ["bn", "last"]),
+        ("norm first", ["bn"]),
+    ],
+)
+def test_batch_norm_stays_where_folding_would_be_wrong(rule: Rule, kind: str, left: list[str]) -> None:
+    model, x = shake(Twice(kind)).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, at_once(rule, {"head": Unstructured(0.5)}), x)
+    pdp_fx.step(prepared)
+    train(prepared, x)
+    converted = pdp_fx.convert(prepared)
+    assert difference(prepared.eval(), converted, x) <= 1e-9
+    assert [name for name, module in named_modules(converted) if isinstance(module, nn.BatchNorm2d)] == left
+
+
+@every_net
+@every_spec
+def test_no_batch_norm_is_left_where_folding_is_legal(name: str, spec: PruneSpec) -> None:
+    model, x = net(name)
+    converted = pdp_fx.convert(pruned(model, spec, x))
+    assert not [m for m in converted.modules() if isinstance(m, nn.BatchNorm2d)]
+
+
+def test_a_schedule_never_advanced_is_said() -> None:
+    model, x = net("conv")
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5)), x)
+    with pytest.raises(StateError, match=r"the schedule was never advanced; call pdp_fx.step\(model\)"):
+        pdp_fx.convert(prepared)
+    pdp_fx.step(prepared)
+    with pytest.raises(StateError, match="step was called 1 times, and the ramp runs from 16 to 83"):
+        pdp_fx.convert(prepared)
+
+
+def test_a_ramp_of_groups_that_has_pruned_no_whole_weight_is_no_pruning() -> None:
+    model, x = net("conv")
+    prepared = pdp_fx.prepare(model, PruneSpec(NM(2, 4), schedule=Schedule(0, 0.25)), x)
+    pdp_fx.step(prepared)
+    with pytest.raises(StateError, match="nothing is pruned yet"):
+        pdp_fx.convert(prepared)
+    pdp_fx.step(prepared)
+    assert pdp_fx.convert(prepared)
+
+
+def test_a_ramp_that_has_not_finished_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = net("conv")
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 0.25)), x)
+    pdp_fx.step(prepared)
+    with caplog.at_level(logging.WARNING):
+        converted = pdp_fx.convert(prepared)
+    assert "convert at 25 % of the target" in caplog.text
+    assert difference(prepared.eval(), converted, x) <= 1e-5
+
+
+def test_weights_that_became_nan_are_refused() -> None:
+    model, x = net("conv")
+    prepared = pruned(model, Unstructured(0.5), x)
+    prepared.get_parameter("conv2.weight").data[0] = float("nan")
+    with pytest.raises(StateError, match="conv2.weight holds NaN .*: the training has diverged"):
+        pdp_fx.convert(prepared)
+
+
+def test_a_module_that_holds_more_than_the_prepared_model_is_refused() -> None:
+    model, x = net("mlp")
+    prepared = pruned(model, Unstructured(0.5), x)
+    for more in (nn.Sequential(prepared, nn.ReLU()), nn.ModuleDict({"backbone": prepared, "head": Mlp()})):
+        with pytest.raises(StateError, match="call convert on the part that came from prepare"):
+            pdp_fx.convert(more)
+
+
+@every_rule
+def test_a_failed_verification_leaves_everything_untouched(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = net("conv")
+    prepared = pruned(model, rule, x)
+    before = snapshot(model), snapshot(prepared)
+    fold = FoldBatchNorm.run
+
+    def break_it(self: FoldBatchNorm, gm: fx.GraphModule, ctx: Context) -> bool:
+        edited = fold(self, gm, ctx)
+        gm.get_parameter("fc.bias").data += 1e-3
+        return edited
+
+    monkeypatch.setattr(FoldBatchNorm, "run", break_it)
+    with pytest.raises(
+        VerifyError, match=r"differs from the prepared one by \d.* The model you gave is untouched"
+    ):
+        pdp_fx.convert(prepared)
+    assert_unchanged(model, before[0])
+    assert_unchanged(prepared, before[1])
+    monkeypatch.undo()
+    assert difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-5
+
+
+def test_rounding_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference above the tolerance in float32 is looked at in float64, where it must vanish."""
+    model, x = net("conv")
+    prepared = pruned(model, Channels(ratio=0.5), x)
+    monkeypatch.setattr(api, "TOLERANCE", {torch.float32: 1e-12})
+    converted = pdp_fx.convert(prepared)
+    assert next(converted.parameters()).dtype == torch.float32
+    assert 0.0 < difference(prepared.eval(), converted, x) <= 1e-5
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in eval mode too, and returns logits that are partly -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = functional.relu(self.fc1(x))
+        logits = self.fc2(x + 0.1 * torch.randn(()))
+        masked = logits.masked_fill(torch.arange(4) == 2, float("-inf"))
+        return {"logits": masked, "class": masked.argmax(1), "nothing": logits[:0]}
+
+
+@every_rule
+def test_random_infinite_and_empty_outputs_verify(rule: Rule) -> None:
+    prepared = pdp_fx.prepare(Noisy(), at_once(rule), torch.randn(3, 8))
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    assert set(converted(torch.randn(5, 8))) == {"logits", "class", "nothing"}
+
+
+@every_rule
+def test_a_converted_model_can_be_prepared_again(rule: Rule) -> None:
+    model, x = net("residual")
+    once = pdp_fx.convert(pruned(model, at_once(Channels(ratio=0.25)), x))
+    again = pruned(once, rule, x)
+    twice = pdp_fx.convert(again)
+    assert difference(again.eval(), twice, x) <= 1e-5
+    assert b"pdp_fx" not in pickle.dumps(twice)
+
+
+class Modal(nn.Module):
+    """Acts differently in training: an auxiliary head, functional dropout, noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.fc2 = nn.Linear(16, 4)
+        self.aux = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.norm(self.fc1(x)))
+        x = functional.dropout(x, 0.5, self.training)
+        if self.training:
+            return self.fc2(x + 0.1 * torch.randn_like(x)) + self.aux(x)
+        return self.fc2(x)
+
+
+@every_rule
+def test_what_happens_in_training_only_is_gone(rule: Rule) -> None:
+    model, x = shake(Modal()), torch.randn(6, 8)
+    prepared = pruned(model, rule, x)
+    converted = pdp_fx.convert(prepared)
+    assert difference(prepared.eval(), converted, x) <= 1e-5
+    assert [name for name, _ in converted.named_children()] == ["fc1", "fc2"]
+    assert "training" not in str(converted.graph).replace("training: False", "")
+    assert b"pdp_fx" not in pickle.dumps(converted)
