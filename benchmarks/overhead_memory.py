@@ -1,4 +1,4 @@
-"""Bytes alive at the paper's three spots: model and optimizer; after the forward pass; after the backward pass."""
+"""Bytes alive at the paper's three spots: model and optimizer, after the forward, after the backward pass."""
 
 from __future__ import annotations
 

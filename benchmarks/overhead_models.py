@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torchvision  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -55,15 +56,13 @@ class Workload:
         return images, torch.randint(0, self.classes, (batch,), generator=generator).to(device)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """SGD with momentum for images, AdamW for tokens; the rate is 0 so that long runs stay where they are."""
+        """SGD with momentum for images, AdamW for tokens; at rate 0 a long run stays where it is."""
         if len(self.shape) == 1:
             return torch.optim.AdamW(parameters, 0.0, weight_decay=0.1)
         return torch.optim.SGD(parameters, 0.0, momentum=0.9, weight_decay=1e-4)
 
 
 def _torchvision(name: str) -> nn.Module:
-    import torchvision  # noqa: PLC0415 only half of the workloads need it
-
     return torchvision.models.get_model(name, weights=None)
 
 

@@ -60,14 +60,9 @@ class FindSites(Pass):
 def _weights_used(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> list[str]:
     """The parameters that ``node`` uses as the weight of a conv or linear."""
     if node.op == "call_module":
-        module = gm.get_submodule(str(node.target))
-        kind = kind_of(module)
+        layers = [module for module in layers_in(gm, node) if getattr(kind_of(module), "prunable", False)]
         # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
-        return (
-            [names[id(module.weight)]]
-            if kind is not None and kind.prunable and id(module.weight) in names
-            else []
-        )
+        return [names[id(layer.weight)] for layer in layers if id(layer.weight) in names]
     if node.op in ("call_function", "call_method") and node.target in WEIGHT_ARGUMENTS:
         position = WEIGHT_ARGUMENTS[node.target]
         weight = node.args[position] if position < len(node.args) else node.kwargs.get("weight")
@@ -75,6 +70,12 @@ def _weights_used(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> l
             tensor = _attribute(gm, str(weight.target))
             return [names[id(tensor)]] if isinstance(tensor, nn.Parameter) else []
     return []
+
+
+def layers_in(gm: fx.GraphModule, node: fx.Node) -> list[nn.Module]:
+    """The known layers that a ``call_module`` node runs: the module itself, or those inside one kept whole."""
+    module = gm.get_submodule(str(node.target))
+    return [layer for layer in module.modules() if kind_of(layer) is not None]
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> object:

@@ -10,9 +10,11 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.masks import ChannelMask
-from pdp_fx.ops.explicit import mask_axis
+from pdp_fx.masks import ChannelMask, MaskOwnWeight
+from pdp_fx.ops.explicit import mask_axis, reclass
+from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import PLAIN
+from pdp_fx.passes.expose_parameters import swap_module
 from pdp_fx.pruner import CHILD, Pruner, parameters_of
 
 
@@ -32,6 +34,7 @@ class HardenMasks(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         gm.eval()
         ctx.put(Dropped(_dropped_rows(gm, ctx.get(Pruner))))
+        _harden_inside(gm)
         for node in gm.graph.nodes:
             _unmask_norm(node)
         values: dict[fx.Node, Tensor] = {}
@@ -65,6 +68,23 @@ class HardenMasks(Pass):
         for name, value in final.items():
             old = gm.get_parameter(name)
             swap_tensor(gm, old, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
+
+
+def _harden_inside(gm: fx.GraphModule) -> None:
+    """Write masked weights into the layers that read them by a hook."""
+    for layer in list(gm.modules()):
+        hooks = layer._forward_pre_hooks
+        for key, hook in list(hooks.items()):
+            kind = kind_of(layer)
+            if not isinstance(hook, MaskOwnWeight) or kind is None:
+                continue
+            old = layer.get_parameter("weight")
+            with torch.no_grad():
+                new = nn.Parameter(hook.mask(old).detach().clone(), requires_grad=old.requires_grad)
+            swap_tensor(gm, old, new)
+            del hooks[key]
+            layer._forward_pre_hooks_with_kwargs.pop(key, None)
+            swap_module(gm, layer, reclass(layer, kind.plain))
 
 
 def _unmask_norm(node: fx.Node) -> None:

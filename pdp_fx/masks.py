@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 from typing import cast
 
 import torch
@@ -267,3 +268,16 @@ class MaskLayout(nn.Module):
         """Return the mask along the axis, shape (size of the axis,)."""
         joined = torch.cat([*masks, masks[0].new_ones(1)])
         return joined.index_select(0, torch.where(self.index < 0, joined.numel() - 1, self.index))
+
+
+class MaskOwnWeight:
+    """A forward hook that gives a layer its own weight, masked; for layers inside modules kept whole."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add the masked weight to the layer's arguments."""
+        return args, kwargs | {"weight": self.mask(module.get_parameter("weight"))}
