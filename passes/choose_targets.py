@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
-from torch import Tensor, fx, nn
+from torch import fx
 
 from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured
-from pdp_fx.ops.kinds import input_axis
+from pdp_fx.ops.kinds import input_axis, owned_names
 from pdp_fx.passes.find_sites import Site, Sites
 
 
@@ -49,20 +49,18 @@ class ChooseTargets(Pass):
             )
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        rules = {site.parameter: _rule_for(site.parameter, gm, ctx) for site in ctx.get(Sites).weights}
+        asked = _rules_by_owner(gm, ctx)
+        rules = {name: _agreed(by_owner) for name, by_owner in asked.items()}
         weights: list[tuple[Site, Unstructured | NM]] = []
         skipped: list[tuple[str, str]] = []
         for site in ctx.get(Sites).weights:
             rule = rules[site.parameter]
-            why = _dispute(site.parameter, gm, ctx) or _misfit(gm, site, rule)
+            why = _dispute(asked[site.parameter]) or _misfit(gm, site, rule)
             if why:
                 skipped.append((site.owner, why))
             elif isinstance(rule, (Unstructured, NM)):
                 weights.append((site, rule))
         found = ctx.find(ChannelMap)
-        if found:
-            makers = {slot.tensor for group in (*found.groups, *found.frozen) for slot in group.producers}
-            rules |= {name: _rule_for(name, gm, ctx) for name in makers - set(rules)}
         groups, kept = _sort_groups(found, rules, weights) if found else ([], [])
         if found:
             _annotate(gm, found, [group for group, _ in groups])
@@ -93,33 +91,34 @@ def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup])
         node.meta["group"] = names[0] if len(names) == 1 else f"{len(names)} groups" if names else ""
 
 
-def _rule_for(parameter: str, gm: fx.GraphModule, ctx: Context) -> Rule | None:
-    """What the spec says of the modules that own a parameter; None if they disagree."""
-    asked = set(_rules_by_owner(parameter, gm, ctx).values())
-    return asked.pop() if len(asked) == 1 else None
+Asked = dict[str, Rule | None]
+"""What the spec says to each module that owns a tensor."""
 
 
-def _dispute(parameter: str, gm: fx.GraphModule, ctx: Context) -> str:
+def _rules_by_owner(gm: fx.GraphModule, ctx: Context) -> dict[str, Asked]:
+    """What is asked for every parameter and buffer; a shared one has several owners."""
+    names = owned_names(gm)
+    asked: dict[str, Asked] = {name: {} for name in names.values()}
+    for owner, module in ctx.modules.items():
+        rule = ctx.spec.rule_for(owner, module)
+        for _, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if id(tensor) in names:
+                asked[names[id(tensor)]][owner] = rule
+    return asked
+
+
+def _agreed(asked: Asked) -> Rule | None:
+    """The rule that all owners have, or None."""
+    rules = set(asked.values())
+    return rules.pop() if len(rules) == 1 else None
+
+
+def _dispute(asked: Asked) -> str:
     """How the rules of the owners of a shared weight differ, or the empty string."""
-    asked = _rules_by_owner(parameter, gm, ctx)
     if len(set(asked.values())) < 2:
         return ""
-    texts = [f"{name}: {'skip' if rule is None else rule}" for name, rule in asked.items()]
+    texts = [f"{owner}: {'skip' if rule is None else rule}" for owner, rule in asked.items()]
     return f"its weight is shared by layers to which the spec gives different rules ({', '.join(texts)})"
-
-
-def _rules_by_owner(parameter: str, gm: fx.GraphModule, ctx: Context) -> dict[str, Rule | None]:
-    place, _, attribute = parameter.rpartition(".")
-    weight = getattr(gm.get_submodule(place), attribute)
-    owners = [
-        name for name, module in ctx.modules.items() if any(weight is own for own in _tensors_of(module))
-    ]
-    return {name: ctx.spec.rule_for(name, ctx.modules[name]) for name in owners}
-
-
-def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    return tuple(tensor for _, tensor in own)
 
 
 def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:

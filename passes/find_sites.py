@@ -73,7 +73,7 @@ def _weights_used(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> l
 
 
 def layers_in(gm: fx.GraphModule, node: fx.Node) -> list[nn.Module]:
-    """The known layers that a ``call_module`` node runs: the module itself, or those inside one kept whole."""
+    """The known layers that a ``call_module`` node runs: the module, or those inside one kept whole."""
     module = gm.get_submodule(str(node.target))
     return [layer for layer in module.modules() if kind_of(layer) is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -65,9 +66,12 @@ class HardenMasks(Pass):
                         gm.graph.get_attr(roots[node]), delete_user_cb=lambda user: user not in inside
                     )
             gm.graph.erase_node(node)
-        for name, value in final.items():
-            old = gm.get_parameter(name)
-            swap_tensor(gm, old, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
+        old = {name: gm.get_parameter(name) for name in final}
+        swap_tensors(gm, {old[name]: _frozen_as(old[name], value) for name, value in final.items()})
+
+
+def _frozen_as(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
 
 
 def _harden_inside(gm: fx.GraphModule) -> None:
@@ -80,8 +84,7 @@ def _harden_inside(gm: fx.GraphModule) -> None:
                 continue
             old = layer.get_parameter("weight")
             with torch.no_grad():
-                new = nn.Parameter(hook.mask(old).detach().clone(), requires_grad=old.requires_grad)
-            swap_tensor(gm, old, new)
+                swap_tensors(gm, {old: _frozen_as(old, hook.mask(old))})
             del hooks[key]
             layer._forward_pre_hooks_with_kwargs.pop(key, None)
             swap_module(gm, layer, reclass(layer, kind.plain))
@@ -129,10 +132,9 @@ def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, .
     return rows
 
 
-def swap_tensor(root: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Put ``new`` in place of ``old`` everywhere in ``root``, wherever it is shared."""
-    for module in root.modules():
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for name, tensor in own:
-            if tensor is old:
-                setattr(module, name, new)
+def swap_tensors(root: nn.Module, swaps: Mapping[Tensor, Tensor]) -> None:
+    """Put each value in place of its key everywhere in ``root``, wherever the key is shared."""
+    for module in list(root.modules()):
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if tensor in swaps:
+                setattr(module, name, swaps[tensor])

@@ -25,7 +25,8 @@ from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_module
 from pdp_fx.pruner import CHILD, Pruner
 
-Placed = list[tuple[ChannelGroup, fx.Node]]
+Placed = dict[int, tuple[ChannelGroup, fx.Node]]
+"""By class: the group that it belongs to, and the node of the group's mask."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ class MaskChannels(Pass):
             return False
         found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
         order = {node: place for place, node in enumerate(gm.graph.nodes)}
-        norms = [(_node_called(gm, site.node), site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
-        placed: Placed = []
+        called = {node.name: node for node in gm.graph.nodes}
+        norms = [(called[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
+        placed: Placed = {}
         for group, rule in plan.groups:
-            carriers = [exposed.nodes[slot.tensor] for slot in slots if slot in group.members]
+            members = set(group.members)
+            carriers = [exposed.nodes[slot.tensor] for slot in slots if slot in members]
             carriers += [node for node, _, classes in norms if np.isin(classes, group.classes).any()]
             before = min(carriers, key=lambda node: order[node])
             mask = ChannelMask(
@@ -54,7 +57,8 @@ class MaskChannels(Pass):
                 group.parts,
             )
             key = ctx.get(Pruner).add(group.name, mask, rule)
-            placed.append((group, _insert_mask(gm, before, key, mask)))
+            node = _insert_mask(gm, before, key, mask)
+            placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, found, placed, ctx)
         for node, axis, classes in norms:
@@ -95,7 +99,7 @@ def _mask_along(
     gm: fx.GraphModule, after: fx.Node, classes: np.ndarray, name: str, placed: Placed, ctx: Context
 ) -> tuple[fx.Node, fx.Node]:
     """The mask along an axis of these classes, computed after ``after``; also where to go on from."""
-    here = [(group, node) for group, node in placed if np.isin(classes, group.classes).any()]
+    here = _masks_along(classes, placed)
     index = _layout(classes, [group for group, _ in here])
     if len(here) == 1 and index == tuple(range(here[0][0].width)):
         return after, here[0][1]
@@ -112,7 +116,7 @@ def _mask_norm(
     gm: fx.GraphModule, node: fx.Node, axis: int, classes: np.ndarray, placed: Placed, ctx: Context
 ) -> None:
     """Give a node whose statistics run over channels the mask of those channels."""
-    if not any(np.isin(classes, group.classes).any() for group, _ in placed):
+    if not _masks_along(classes, placed):
         return
     _, mask = _mask_along(gm, node.prev, classes, f"{node.name}.{axis}", placed, ctx)
     if node.op == "call_module":
@@ -128,8 +132,10 @@ def _mask_norm(
     node.update_kwarg("mask", mask)
 
 
-def _node_called(gm: fx.GraphModule, name: str) -> fx.Node:
-    return next(node for node in gm.graph.nodes if node.name == name)
+def _masks_along(classes: np.ndarray, placed: Placed) -> list[tuple[ChannelGroup, fx.Node]]:
+    """The groups whose channels lie along an axis, with the nodes of their masks, each once."""
+    found = [placed[root] for root in classes.tolist() if root in placed]
+    return list({node: (group, node) for group, node in found}.values())
 
 
 def _layout(classes: np.ndarray, groups: list[ChannelGroup]) -> tuple[int, ...]:

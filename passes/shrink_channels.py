@@ -21,7 +21,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import kind_of, owned_names
-from pdp_fx.passes.harden_masks import Dropped, swap_tensor
+from pdp_fx.passes.harden_masks import Dropped, swap_tensors
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,15 @@ def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> N
         if len(stays) < len(classes):
             by_tensor.setdefault(slot.tensor, {})[slot.axis] = stays
     tensors: dict[str, Tensor] = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
+    swaps: dict[Tensor, Tensor] = {}
     for name, axes in by_tensor.items():
         old = tensors[name]
         new = old.detach()
         for axis, stays in axes.items():
             new = new.index_select(axis, torch.from_numpy(stays).to(old.device))
-        kept = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
-        swap_tensor(gm, old, kept)
+        parameter = isinstance(old, nn.Parameter)
+        swaps[old] = nn.Parameter(new, requires_grad=old.requires_grad) if parameter else new
+    swap_tensors(gm, swaps)
 
 
 def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
@@ -101,7 +103,9 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
                 (~np.isin(found.classes[contraction.inputs.numpy()], gone)).sum()
             )
     names = owned_names(gm)
-    normalised = {site.node: int((~np.isin(found.classes[site.ids.numpy()], gone)).sum()) for site in found.norms}
+    normalised = {
+        site.node: int((~np.isin(found.classes[site.ids.numpy()], gone)).sum()) for site in found.norms
+    }
     for node in gm.graph.find_nodes(op="call_module"):
         module = gm.get_submodule(str(node.target))
         kind = kind_of(module)

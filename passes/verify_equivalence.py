@@ -54,7 +54,8 @@ class VerifyEquivalence(Pass):
         if not verified.difference <= reference.tolerance:
             raise VerifyError(
                 f"the converted model differs from the prepared one by {verified.difference:.2e} of the "
-                f"output's scale; at most {reference.tolerance:.0e} is expected. The model you gave is untouched"
+                f"output's scale; at most {reference.tolerance:.0e} is expected. "
+                "The model you gave is untouched"
             )
 
 

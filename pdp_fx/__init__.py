@@ -3,6 +3,8 @@
 from pdp_fx.api import convert as convert
 from pdp_fx.api import prepare as prepare
 from pdp_fx.api import step as step
+from pdp_fx.channel_graph import channel_graph as channel_graph
+from pdp_fx.drawing import draw_channels as draw_channels
 from pdp_fx.errors import PassError as PassError
 from pdp_fx.errors import PdpError as PdpError
 from pdp_fx.errors import SpecError as SpecError
@@ -11,6 +13,7 @@ from pdp_fx.errors import TraceError as TraceError
 from pdp_fx.errors import VerifyError as VerifyError
 from pdp_fx.explain import Explanation as Explanation
 from pdp_fx.explain import explain as explain
+from pdp_fx.printing import graph_diff as graph_diff
 from pdp_fx.printing import print_graph as print_graph
 from pdp_fx.report import Report as Report
 from pdp_fx.report import report as report

@@ -1,46 +1,116 @@
-"""What will be pruned, what will not, and why."""
+"""What will be pruned, what will not, why, and what would change it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 from tabulate import tabulate
-from torch import nn
+from torch import fx, nn
 
+from pdp_fx.alike import collected, few, pattern, patterns, skeleton
+from pdp_fx.channel_graph import axis_name, owner_of, role_of
+from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
 from pdp_fx.errors import StateError
+from pdp_fx.granularity import Channels, rule_text
 from pdp_fx.masks import ChannelMask
 from pdp_fx.pruner import Pruner, find
+
+Item = TypeVar("Item")
+
+MANY = 40
+"""A table with more rows than this writes those as one whose names differ in their numbers only."""
+
+STILL_POSSIBLE = "Where channels stay, Unstructured and NM still prune the weights one by one."
+
+
+@dataclass(frozen=True)
+class PrunedWeight:
+    """A weight that is pruned one by one or N:M: its parameter, its rule, its number of weights."""
+
+    name: str
+    rule: str
+    size: int
+
+
+@dataclass(frozen=True)
+class PrunedGroup:
+    """Channels that are ranked against each other, and go or stay together in all their layers.
+
+    Attributes:
+        name: the module that makes them first.
+        rule: the rule of the spec.
+        width: number of channels.
+        least: how many of them stay whatever the weights are.
+        producers: the modules that make them.
+        masked: where the mask sits: modules, their inputs, or the statistics of a norm.
+        members: every axis of a parameter or buffer that carries some of them, as ``conv1.weight[0]``.
+    """
+
+    name: str
+    rule: str
+    width: int
+    least: int
+    producers: tuple[str, ...]
+    masked: tuple[str, ...]
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KeptChannels:
+    """Channels that stay although the spec asks, for one reason.
+
+    Attributes:
+        group: the module that makes them first.
+        width: number of channels.
+        nodes: the nodes of the graph that need them.
+        sources: the lines of the model's code that these nodes come from.
+        why: the reason.
+        remedy: what would change it, or the empty string.
+    """
+
+    group: str
+    width: int
+    nodes: tuple[str, ...]
+    sources: tuple[str, ...]
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        nodes = few([f"%{name}" for name in patterns(self.nodes)])
+        lines = f" ({few(patterns(self.sources))})" if self.sources else ""
+        remedy = f"\n    to change this: {self.remedy}" if self.remedy else ""
+        return f"  {nodes}{lines}: {self.why}{remedy}"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Tables of what a prepared model prunes; ``str`` gives the text.
+    """What a prepared model prunes and what it keeps, in the order of the graph; ``str`` gives the text.
 
     Attributes:
-        weights: (parameter, rule, number of weights) of every weight pruned one by one or N:M.
-        groups: (group, rule, width, producers, where the masks sit) of every pruned channel group.
-        kept: (group, number of channels, reason) of channels that stay although the spec asks.
+        weights: the weights that are pruned one by one or N:M.
+        groups: the channel groups that are pruned.
+        kept: channels that stay although the spec asks, one entry for each group and reason.
         skipped: (layer, reason) of layers that the spec's rule does not fit.
     """
 
-    weights: tuple[tuple[str, str, int], ...]
-    groups: tuple[tuple[str, str, int, str, str], ...]
-    kept: tuple[tuple[str, int, str], ...]
+    weights: tuple[PrunedWeight, ...]
+    groups: tuple[PrunedGroup, ...]
+    kept: tuple[KeptChannels, ...]
     skipped: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        sections = (
-            ("Pruned weights", ("weight", "rule", "size"), self.weights),
-            ("Channel groups", ("group", "rule", "channels", "made by", "masked at"), self.groups),
-            ("Channels that stay", ("group", "channels", "why"), self.kept),
-            ("Layers left out", ("layer", "why"), self.skipped),
-        )
-        texts = [
-            f"{title}\n{tabulate(rows, headers=headers, tablefmt='simple', disable_numparse=True)}"
-            for title, headers, rows in sections
-            if rows
-        ]
-        return "\n\n".join(texts)
+        sections = [_weight_table(weights) for weights in collected(self.weights, lambda weight: weight.rule)]
+        sections += [_group_table(groups) for groups in collected(self.groups, lambda group: group.rule)]
+        if self.kept:
+            sections.append("\n".join(["Channels that stay", *_kept_lines(self.kept), STILL_POSSIBLE]))
+        if self.skipped:
+            rows = collected(self.skipped, lambda row: (skeleton(row[0]), row[1]))
+            texts = [(pattern([name for name, _ in alike]), alike[0][1]) for alike in rows]
+            sections.append(_table("Layers left out", ("layer", "why"), texts))
+        return "\n\n".join(sections)
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -53,26 +123,120 @@ def explain(model: nn.Module) -> Explanation:
     if found is None:
         raise StateError("explain(model) needs a model that came from pdp_fx.prepare; this one did not")
     gm, pruner = found
-    weights = tuple(
-        (mask.parameters_read[0], str(pruner.rules[name]), gm.get_parameter(mask.parameters_read[0]).numel())
-        for name, mask in pruner.mask_items()
-        if not isinstance(mask, ChannelMask)
+    return Explanation(
+        _weights(gm, pruner),
+        tuple(_pruned(gm, group, rule, pruner.channels) for group, rule in pruner.groups),
+        tuple(kept for group in pruner.kept for kept in _kept(group)),
+        pruner.skipped,
     )
-    kept = tuple((group.name, group.width, str(reason)) for group in pruner.kept for reason in group.reasons)
-    return Explanation(weights, _groups(pruner), kept, pruner.skipped)
 
 
-def _groups(pruner: Pruner) -> tuple[tuple[str, str, int, str, str], ...]:
-    masked = pruner.channels.masked if pruner.channels is not None else frozenset()
+def _weights(gm: fx.GraphModule, pruner: Pruner) -> tuple[PrunedWeight, ...]:
+    masks = [(key, mask) for key, mask in pruner.mask_items() if not isinstance(mask, ChannelMask)]
+    names = [(key, mask.parameters_read[0]) for key, mask in masks]
     return tuple(
-        (
-            group.name,
-            str(rule),
-            group.width,
-            ", ".join(slot.tensor.removesuffix(".weight") for slot in group.producers),
-            ", ".join(slot.tensor for slot in group.members if slot in masked),
-        )
-        for group, rule in pruner.groups
+        PrunedWeight(name, rule_text(pruner.rules[key]), gm.get_parameter(name).numel()) for key, name in names
     )
 
 
+def _pruned(
+    gm: fx.GraphModule, group: ChannelGroup, rule: Channels, channels: ChannelMap | None
+) -> PrunedGroup:
+    least = min(max(rule.min_channels, len(group.parts), 1), group.width)
+    return PrunedGroup(
+        group.name,
+        rule_text(rule),
+        group.width,
+        least,
+        tuple(dict.fromkeys(owner_of(slot) for slot in group.producers)),
+        () if channels is None else _masked_at(gm, group, channels),
+        tuple(axis_name(slot) for slot in group.members),
+    )
+
+
+def _masked_at(gm: fx.GraphModule, group: ChannelGroup, channels: ChannelMap) -> tuple[str, ...]:
+    """The modules whose parameters the group's mask multiplies, and the norms that it is given to."""
+    slots = [slot for slot in group.members if slot in channels.masked]
+    places = [owner_of(s) + (" (inputs)" if role_of(gm, s, channels) == "reader" else "") for s in slots]
+    places += [
+        f"%{site.node} (statistics)"
+        for site in channels.norms
+        if np.isin(channels.classes[site.ids.numpy()], group.classes).any()
+    ]
+    return tuple(dict.fromkeys(places))
+
+
+def _kept(group: ChannelGroup) -> list[KeptChannels]:
+    """The reasons of a group; those that differ in the node only are one."""
+    merged = collected(group.reasons, lambda reason: (reason.why, reason.remedy))
+    return [
+        KeptChannels(
+            group.name,
+            group.width,
+            tuple(dict.fromkeys(reason.node for reason in reasons)),
+            tuple(dict.fromkeys(reason.source for reason in reasons if reason.source)),
+            reasons[0].why,
+            reasons[0].remedy,
+        )
+        for reasons in merged
+    ]
+
+
+def _weight_table(weights: list[PrunedWeight]) -> str:
+    rows = _rows(weights, lambda weight: (skeleton(weight.name), weight.size))
+    texts = [(pattern([w.name for w in alike]), f"{alike[0].size:,}", str(len(alike))) for alike in rows]
+    return _table(f"Weights, {weights[0].rule}", ("weight", "size", "weights"), texts)
+
+
+def _group_table(groups: list[PrunedGroup]) -> str:
+    rows = _rows(groups, lambda group: (skeleton(group.name), group.width, group.least, len(group.producers)))
+    texts = [
+        (
+            pattern([group.name for group in alike]),
+            str(alike[0].width),
+            str(alike[0].least),
+            few(patterns(name for group in alike for name in group.producers)),
+            few(patterns(name for group in alike for name in group.masked)),
+            str(len(alike)),
+        )
+        for alike in rows
+    ]
+    headers = ("group", "channels", "at least", "made by", "masked at", "groups")
+    return _table(f"Channel groups, {groups[0].rule}", headers, texts)
+
+
+def _rows(items: Sequence[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:
+    return collected(items, key) if len(items) > MANY else [[item] for item in items]
+
+
+def _kept_lines(kept: Sequence[KeptChannels]) -> list[str]:
+    """The groups that stay, each followed by its reasons; groups that are alike are one."""
+    groups = collected(kept, lambda entry: entry.group)
+    alike = collected(groups, lambda entries: tuple(_likeness(entry) for entry in entries))
+    return [line for same in alike for line in _lines_of(same)]
+
+
+def _likeness(entry: KeptChannels) -> tuple[object, ...]:
+    nodes = tuple(dict.fromkeys(skeleton(node) for node in entry.nodes))
+    return skeleton(entry.group), entry.width, nodes, entry.why, entry.remedy
+
+
+def _lines_of(same: list[list[KeptChannels]]) -> list[str]:
+    """Groups that are alike, as one: a line with their names, then each reason with all its nodes."""
+    name, width = pattern([entries[0].group for entries in same]), same[0][0].width
+    count = f"{width} channels" if len(same) == 1 else f"{len(same)} groups of {width} channels"
+    lines = [f"{name}: {count}"]
+    for entries in zip(*same, strict=True):
+        nodes = tuple(dict.fromkeys(node for entry in entries for node in entry.nodes))
+        sources = tuple(dict.fromkeys(source for entry in entries for source in entry.sources))
+        first = entries[0]
+        lines.append(str(KeptChannels(first.group, width, nodes, sources, first.why, first.remedy)))
+    return lines
+
+
+def _table(title: str, headers: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table under a title, without the counts that are 1 throughout."""
+    shown = [index for index in range(len(headers)) if any(row[index] != "1" for row in rows)]
+    texts = [[row[index] for index in shown] for row in rows]
+    names = [headers[index] for index in shown]
+    return f"{title}\n{tabulate(texts, headers=names, tablefmt='simple', disable_numparse=True)}"

@@ -1,6 +1,6 @@
 """What a rule prunes, and how much of it: single weights, weights within groups of M, or whole channels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias, final
 
 from pdp_fx.errors import SpecError
@@ -110,6 +110,20 @@ class Channels:
 
 Rule: TypeAlias = Unstructured | NM | Channels
 """What may stand as the rule of a layer; None in its place skips the layer."""
+
+
+def rule_text(rule: Rule) -> str:
+    """A rule as a person would write it, without the options that have their default value.
+
+    Example:
+        >>> rule_text(Channels(mac_reduction=0.5)), rule_text(NM(2, 4))
+        ('Channels(mac_reduction=0.5)', 'NM(2, 4)')
+    """
+    if isinstance(rule, NM):
+        return f"NM({rule.keep}, {rule.of})"
+    values = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    given = [f"{f.name}={values[f.name]!r}" for f in fields(rule) if values[f.name] != f.default]
+    return f"{type(rule).__name__}({', '.join(given)})"
 
 
 def checked_rule(where: str, rule: object) -> Rule | None:

@@ -7,6 +7,7 @@ buffer of it or of its masks, registered in graph order, so that resuming is ``l
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ class Pruner(nn.Module):
 
     def add(self, name: str, mask: Mask, rule: Rule) -> str:
         """Register a mask under a name made from ``name``, and return that name."""
-        key = name.replace(".", "_")
+        key = re.sub(r"\W+", "_", name.removesuffix(")"))
         while key in self.masks:
             key += "_"
         self.masks[key] = mask

@@ -22,7 +22,7 @@ from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.module import TracedModule, mirror
 from pdp_fx.tracing.preserve import preserved
-from pdp_fx.tracing.leaves import COMPOSITES
+from pdp_fx.tracing.leaves import BY_MODE, COMPOSITES
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Recording, UnrecordableError
@@ -138,7 +138,7 @@ def _record_both(model: nn.Module, example: ExampleCall) -> Recordings:
         differing = _weightless(model, {alignment.owner(pair) for pair in alignment.pairs if pair.only})
         if not differing:
             return Recordings(in_eval, in_train, alignment, opaque)
-        opaque |= dict.fromkeys(differing, "acts differently in training mode")
+        opaque |= dict.fromkeys(differing, BY_MODE)
 
 
 def _record(model: nn.Module, example: ExampleCall, training: bool, opaque: dict[str, str]) -> Recording:

@@ -7,7 +7,6 @@ channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +16,18 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels import rules_attention, rules_compute, rules_layout, rules_norm
-from pdp_fx.channels.flow import RULES, Call, Contraction, Labelled, LabelFlow, NormSite, Record, Rule, place_arguments, run
+from pdp_fx.channels.flow import (
+    RULES,
+    Call,
+    Contraction,
+    LabelFlow,
+    Labelled,
+    NormSite,
+    Record,
+    Rule,
+    place_arguments,
+    run,
+)
 from pdp_fx.channels.labels import Layer, Reason, Slot
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
@@ -40,7 +50,7 @@ class ChannelGroup:
     """Channels that the same weights produce, and that are ranked against each other.
 
     Attributes:
-        name: the module that produces them first.
+        name: the module that produces them first, numbered where it produces several groups.
         classes: the class of each channel, shape (width,), in the order of the first producer.
         producers: the weight axes that make these channels.
         members: every parameter and buffer axis that carries some of them.
@@ -242,17 +252,26 @@ def _groups(
     for slot, ids in slots.items():
         for root in np.unique(ids).tolist():
             carriers.setdefault(root, []).append(slot)
+    names: list[str] = []
     return [
-        _group(made_by, roots, carriers, reasons if is_frozen else {}) for (made_by, is_frozen), roots in found.items()
+        _group(made_by, roots, carriers, reasons if is_frozen else {}, names)
+        for (made_by, is_frozen), roots in found.items()
     ]
 
 
 def _group(
-    made_by: tuple[Slot, ...], roots: list[int], carriers: dict[int, list[Slot]], reasons: dict[int, list[Reason]]
+    made_by: tuple[Slot, ...],
+    roots: list[int],
+    carriers: dict[int, list[Slot]],
+    reasons: dict[int, list[Reason]],
+    names: list[str],
 ) -> ChannelGroup:
+    """The group of these classes; ``names`` are the first producers of the groups so far."""
     members = dict.fromkeys(slot for root in roots for slot in carriers[root])
     why = dict.fromkeys(reason for root in roots for reason in reasons.get(root, []))
-    name = made_by[0].tensor.rpartition(".")[0] or made_by[0].tensor
+    first = made_by[0].tensor.rpartition(".")[0] or made_by[0].tensor
+    names.append(first)
+    name = first if names.count(first) == 1 else f"{first} ({names.count(first)})"
     return ChannelGroup(name, np.array(roots), made_by, tuple(members), tuple(why))
 
 

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.channels.labels import Layer, Reason, Slot, Ties, shaped
+from pdp_fx.tracing.leaves import BY_MODE
+
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,10 @@ class LabelFlow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        layout = (args[0].shape, _strides(args[0])) if func is aten.as_strided_.default else None
         result = func(*args, **(kwargs or {}))
+        if layout is not None and layout == (result.shape, _strides(result)):
+            return result
         call = Call(func, args, kwargs or {}, result)
         if func._schema.is_mutable:
             self._freeze_aliases(call)
@@ -195,7 +202,8 @@ class LabelFlow(TorchDispatchMode):
             storage = leaf.untyped_storage()._cdata
             aliases = [t for t in self._layers if t is not leaf and t.untyped_storage()._cdata == storage]
             if aliases:
-                self.freeze_all([leaf, *aliases, *call.tensors()], "it is written to in place through a view")
+                why = "it is written to in place through a view"
+                self.freeze_all([leaf, *aliases, *call.tensors()], why, "make a new tensor instead, with torch.cat or torch.where")
 
     def layers(self, tensor: Tensor) -> tuple[Layer, ...]:
         """The label layers of ``tensor``; a parameter or buffer gets its own on first sight."""
@@ -279,6 +287,11 @@ class LabelFlow(TorchDispatchMode):
             self.record.contractions.append(Contraction(name, positions, self.node, inputs))
 
 
+def _strides(tensor: Tensor) -> list[int]:
+    """The strides that matter: those of axes with several indices."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 After = Callable[[fx.Node, LabelFlow, Any], None]
 
 
@@ -310,7 +323,8 @@ class _FlowInterpreter(fx.Interpreter):
         module = self.fetch_attr(str(node.target))
         read = [leaf for leaf in tree_leaves(self.fetch_args_kwargs_from_env(node)) if isinstance(leaf, Tensor)]
         why = f"{type(module).__name__} decides by its data what it does"
-        self.flow.freeze_all([*read, *module.parameters(), *module.buffers()], why)
+        remedy = "choose with tensor operations such as torch.where"
+        self.flow.freeze_all([*read, *module.parameters(), *module.buffers()], why, remedy)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
                 self.flow.put(leaf, ())
@@ -318,8 +332,11 @@ class _FlowInterpreter(fx.Interpreter):
 
 
 def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
-    """Whether ``node`` calls a user's module as a whole, because the tracer could not look inside."""
-    if node.op != "call_module":
+    """Whether ``node`` calls a user's module as a whole, because what it does depends on its inputs.
+
+    A module that only acts differently in training mode always does the same in eval mode.
+    """
+    if node.op != "call_module" or node.meta.get("opaque") == BY_MODE:
         return False
     home = type(gm.get_submodule(str(node.target))).__module__
     return not home.startswith(("torch.nn.", "torch.ao.nn.", "pdp_fx."))

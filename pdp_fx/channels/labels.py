@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+
 @dataclass(frozen=True)
 class Slot:
     """One axis of one parameter or buffer, by its qualified name."""

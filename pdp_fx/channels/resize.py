@@ -55,8 +55,9 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
         return
     if _is_size_free(gm, node):
         return
+    remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
     for sized in flow.sized:
-        flow.freeze(sized.before.ids, _why_not(gm, node))
+        flow.freeze(sized.before.ids, _why_not(gm, node), remedy)
 
 
 def _why_not(gm: fx.GraphModule, node: fx.Node) -> str:

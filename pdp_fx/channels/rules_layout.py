@@ -73,7 +73,8 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
         if layer.support == {axis} and packet is aten.unbind:
             flow.freeze(layer.ids, "each of these channels becomes a tensor of its own")
         elif layer.support == {axis} and packet is aten.select:
-            flow.freeze(layer.ids.select(axis, int(call.args[2])), "this channel is picked by its number")
+            why = "this channel is picked by its number"
+            flow.freeze(layer.ids.select(axis, int(call.args[2])), why, "give it a layer of its own")
         layers.append(layer)
     return layers
 
@@ -189,7 +190,8 @@ def _tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
     for layers in across:
         for layer in layers:
             if id(layer) not in matched:
-                flow.freeze(layer.ids, "these channels are joined with values that have none along this axis")
+                why = "these channels are joined with values that have none along this axis"
+                flow.freeze(layer.ids, why, "send those values through a layer of their own first")
     return merged
 
 

@@ -18,6 +18,8 @@ from pdp_fx.channels.labels import Layer
 
 aten = torch.ops.aten
 
+BARE_REMEDY = "send those values through a layer of their own first"
+
 UNTAGGED = frozenset({aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_})
 """Pointwise operations that carry no pointwise tag in every supported version of torch."""
 
@@ -68,7 +70,7 @@ def _avoid_bare_values(
         pairs = [list(zip(layers, stop, strict=True)) for layers, stop in zip(lifted, stops, strict=True)]
         if not any(layer.support & stop for pair in pairs for layer, stop in pair):
             return lifted
-        kept = [[flow.without(layer, stop, why) for layer, stop in pair] for pair in pairs]
+        kept = [[flow.without(layer, stop, why, BARE_REMEDY) for layer, stop in pair] for pair in pairs]
         lifted = [tuple(_sourced(layer) for layer in layers if layer is not None) for layers in kept]
 
 

@@ -1,0 +1,139 @@
+"""The channel structure of a model as a networkx graph.
+
+The graph is bipartite: parameter axes on one side, channel groups on the other, and an edge wherever
+an axis carries channels of a group. Attributes are strings and whole numbers, so that every exporter
+of networkx takes them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import networkx as nx
+import numpy as np
+from torch import fx, nn
+
+from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.labels import Slot
+from pdp_fx.errors import StateError
+from pdp_fx.granularity import rule_text
+from pdp_fx.ops.kinds import input_axis, kind_of
+from pdp_fx.pruner import Pruner, find
+
+Graph: TypeAlias = "nx.Graph[str]"
+
+AXIS, GROUP = 0, 1
+"""The two sides, as networkx's bipartite algorithms name them."""
+
+
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def axis_name(slot: Slot) -> str:
+    """A parameter axis as ``layer1.0.conv1.weight[0]``."""
+    return f"{slot.tensor}[{slot.axis}]"
+
+
+def owner_of(slot: Slot) -> str:
+    """The module that a slot's parameter belongs to; a parameter of the model itself stands for itself."""
+    return slot.tensor.rpartition(".")[0] or slot.tensor
+
+
+def role_of(gm: fx.GraphModule, slot: Slot, channels: ChannelMap) -> str:
+    """What an axis does with its channels: producer, reader, norm or carrier (`channel_graph`)."""
+    if any(slot in group.producers for group in (*channels.groups, *channels.frozen)):
+        return "producer"
+    module = gm.get_submodule(slot.tensor.rpartition(".")[0])
+    if isinstance(module, NORMS):
+        return "norm"
+    kind = kind_of(module)
+    reads = kind is None or slot.axis == input_axis(module)
+    contracted = any(contraction.weight == slot.tensor for contraction in channels.contractions)
+    return "reader" if contracted and reads else "carrier"
+
+
+def channel_graph(model: nn.Module) -> Graph:
+    """The channel structure of a prepared model: which parameter axes carry which channels.
+
+    A node is a parameter axis, such as ``layer1.0.conv1.weight[0]``, or a channel group, named by the
+    module that makes it first. Nodes come in the order in which the model uses them. Every node has
+
+    * ``name``: the node itself, for exporters that number the nodes;
+    * ``bipartite``: 0 for an axis, 1 for a group;
+    * ``kind``: of a group "group" or "frozen"; of an axis "producer" (a weight that makes channels),
+      "reader" (a weight that is contracted with them), "norm" or "carrier" (all else, such as a bias);
+    * ``width``: the number of channels of a group, the length of an axis;
+    * ``reasons``: why channels of a group, or all channels of an axis, must stay; one a line, or empty.
+
+    An axis also has ``tensor``, ``module`` and ``axis``; a group has ``rule``, the rule of the spec that
+    prunes it, or the empty string. An edge has ``channels``: how many of the group's channels the axis
+    carries.
+
+    Raises:
+        StateError: the model was never prepared, or without example inputs.
+
+    Example:
+        >>> from pdp_fx import Channels, PruneSpec, prepare
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> graph = channel_graph(prepare(net, PruneSpec(Channels(ratio=0.5)), torch.ones(1, 4)))
+        >>> sorted(graph["0"])
+        ['0.bias[0]', '0.weight[0]', '2.weight[1]']
+    """
+    found = find(model)
+    if found is None:
+        raise StateError("channel_graph(model) needs a model that came from pdp_fx.prepare; this one did not")
+    gm, pruner = found
+    if pruner.channels is None:
+        raise StateError(
+            "the model was prepared without example inputs, so its channels are not known; "
+            "write prepare(model, spec, example_inputs)"
+        )
+    return _built(gm, pruner, pruner.channels)
+
+
+def _built(gm: fx.GraphModule, pruner: Pruner, channels: ChannelMap) -> Graph:
+    graph: Graph = nx.Graph()
+    groups = _groups(pruner, channels)
+    rules = {group.name: rule_text(rule) for group, rule in pruner.groups}
+    carried = {slot for group in groups for slot in group.members}
+    for slot, classes in channels.slots.items():
+        if slot in carried:
+            mine = [group for group in groups if slot in group.members]
+            graph.add_node(axis_name(slot), **_axis(gm, slot, classes, mine, channels))
+    for group in groups:
+        kind = "frozen" if group.reasons else "group"
+        facts = {"name": group.name, "bipartite": GROUP, "kind": kind, "width": group.width}
+        graph.add_node(group.name, **facts, reasons=_text(group), rule=rules.get(group.name, ""))
+        for slot in group.members:
+            count = len(np.intersect1d(channels.slots[slot], group.classes))
+            graph.add_edge(axis_name(slot), group.name, channels=count)
+    return graph
+
+
+def _groups(pruner: Pruner, channels: ChannelMap) -> list[ChannelGroup]:
+    """All groups in the order in which the model makes them, with what keeps them."""
+    kept = {group.name: group for group in pruner.kept}
+    place = {slot: index for index, slot in enumerate(channels.slots)}
+    groups = sorted((*channels.groups, *channels.frozen), key=lambda group: place[group.producers[0]])
+    return [kept.get(group.name, group) for group in groups]
+
+
+def _axis(
+    gm: fx.GraphModule, slot: Slot, classes: np.ndarray, groups: list[ChannelGroup], channels: ChannelMap
+) -> dict[str, str | int]:
+    reasons = dict.fromkeys(_text(group) for group in groups)
+    return {
+        "name": axis_name(slot),
+        "bipartite": AXIS,
+        "kind": role_of(gm, slot, channels),
+        "width": len(classes),
+        "reasons": "" if "" in reasons else "\n".join(reasons),
+        "tensor": slot.tensor,
+        "module": owner_of(slot),
+        "axis": slot.axis,
+    }
+
+
+def _text(group: ChannelGroup) -> str:
+    return "\n".join(str(reason) for reason in group.reasons)

@@ -1,0 +1,131 @@
+"""Writing the arguments and results of calls as values."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pdp_fx.tracing.objects import Build
+from pdp_fx.tracing.origins import Origins
+from pdp_fx.tracing.sizes import Live, Session, plain, value_of
+from pdp_fx.tracing.steps import Expr, UnrecordableError
+from pdp_fx.tracing.structure import (
+    BASE_TYPES,
+    as_base,
+    children,
+    has_tensors,
+    is_namedtuple,
+    is_record,
+    record_fields,
+)
+
+
+class Arguments:
+    """Puts values in the place of tensors and live numbers.
+
+    Args:
+        origins: where tensors come from.
+        session: the recording that live numbers must belong to.
+    """
+
+    def __init__(self, origins: Origins, session: Session) -> None:
+        self._origins = origins
+        self._session = session
+
+    def encode(self, arg: Any) -> Any:
+        """An argument of a call.
+
+        Raises:
+            UnrecordableError: a graph cannot hold it.
+        """
+        if isinstance(arg, torch.Tensor):
+            return self._origins.value(arg)
+        if isinstance(arg, Live):
+            return value_of(arg, self._session)
+        known = self._origins.object(arg)
+        if known is not None:
+            return known
+        if isinstance(arg, slice):
+            return slice(self.encode(arg.start), self.encode(arg.stop), self.encode(arg.step))
+        return self._container(as_base(arg))
+
+    def _container(self, arg: Any) -> Any:
+        if isinstance(arg, BASE_TYPES):
+            return arg
+        if is_namedtuple(arg):
+            return type(arg)(*(self.encode(part) for part in arg))
+        if isinstance(arg, list):
+            return [self.encode(part) for part in arg]
+        if isinstance(arg, tuple):
+            return tuple(self.encode(part) for part in arg)
+        if is_record(arg):
+            return Expr(type(arg), (), {key: self.encode(part) for key, part in record_fields(arg).items()})
+        if isinstance(arg, dict):
+            parts = {key: self.encode(part) for key, part in arg.items()}
+            return parts if type(arg) is dict else Expr(type(arg), (parts,))
+        if has_tensors(arg):
+            return self._build(arg)
+        raise UnrecordableError(f"passes a {type(arg).__name__}, which a graph cannot hold")
+
+    def output(self, result: Any) -> Any:
+        """What the model returns; objects of users' classes are taken apart.
+
+        Raises:
+            UnrecordableError: a graph cannot hold it.
+        """
+        try:
+            return self.encode(result)
+        except UnrecordableError:
+            if isinstance(result, BASE_TYPES) or callable(result):
+                raise
+        if is_record(result):
+            parts = {key: self.output(part) for key, part in record_fields(result).items()}
+            return Expr(type(result), (), parts)
+        if type(result) in (tuple, list):
+            return type(result)(self.output(part) for part in result)
+        if isinstance(result, dict):
+            parts = {key: self.output(part) for key, part in result.items()}
+            return parts if type(result) is dict else Expr(type(result), (parts,))
+        return self._build(result)
+
+    def _build(self, thing: Any) -> Expr:
+        if not hasattr(thing, "__dict__") or callable(thing):
+            raise UnrecordableError(f"passes a {type(thing).__name__}, which a graph cannot hold")
+        state: dict[str, Any] = {}
+        fixed: list[tuple[str, Any]] = []
+        for name, part in vars(thing).items():
+            if callable(part) or isinstance(part, type):
+                fixed.append((name, part))
+            else:
+                state[name] = self.output(part)
+        return Expr(Build(type(thing), tuple(fixed)), (state,))
+
+
+def stripped(arg: Any) -> Any:
+    """The argument with plain numbers in the place of live ones."""
+    if isinstance(arg, Live):
+        return plain(arg)
+    if isinstance(arg, slice):
+        return slice(plain(arg.start), plain(arg.stop), plain(arg.step))
+    if isinstance(arg, BASE_TYPES) or not any(isinstance(leaf, Live | slice) for leaf in leaves(arg)):
+        return arg
+    if is_namedtuple(arg):
+        return type(arg)(*(stripped(part) for part in arg))
+    if isinstance(arg, dict):
+        return {key: stripped(part) for key, part in arg.items()}
+    return type(arg)(stripped(part) for part in arg) if isinstance(arg, tuple | list) else arg
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """All that is in a nest of tuples, lists and dicts."""
+    if isinstance(tree, tuple | list | dict):
+        for _, _, part in children(tree):
+            yield from leaves(part)
+    else:
+        yield tree
+
+
+def all_values(tree: Any) -> Iterator[Any]:
+    """All that is in a nest of tuples, lists, dicts and slices: an argument that is already written as values."""
+    for leaf in leaves(tree):
+        yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)

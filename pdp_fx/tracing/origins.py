@@ -1,0 +1,164 @@
+"""Where each tensor of a run came from.
+
+Tensors are known by identity: a parameter or buffer by its name, a computed tensor by the step that made it, part of
+a result by how to reach it. Containers and objects that came whole out of a step are known too, so that they can be
+passed on whole.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from pdp_fx.tracing.steps import (
+    Attribute,
+    Constant,
+    Expr,
+    Step,
+    UnrecordableError,
+    Value,
+    is_ragged,
+    root,
+)
+from pdp_fx.tracing.structure import BASE_TYPES, children, has_tensors, tensors
+from pdp_fx.tracing.watch import Watch, storage_of
+
+
+class Origins:
+    """The values of all tensors seen so far.
+
+    Args:
+        model: the model that runs.
+        watch: knows which memory was allocated in this run.
+        alias: makes another tensor object of a tensor, unrecorded.
+    """
+
+    def __init__(
+        self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._attributes = {id(tensor): Attribute(path) for path, tensor in named}
+        self._watch = watch
+        self._alias = alias
+        self._values = WeakTensorKeyDictionary()
+        self._aliases: dict[int, list[TensorWeakRef]] = {}
+        self._constants: dict[int, Constant] = {}
+        self._objects: dict[int, tuple[Any, Value, tuple[int, ...]]] = {}
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """Where a tensor comes from; one from before the run is a constant.
+
+        Raises:
+            UnrecordableError: it comes from this run, but from no step of it.
+        """
+        known = self._known(tensor)
+        if known is not None:
+            return known
+        if self._watch.is_ours(tensor):
+            raise UnrecordableError("uses a tensor made by code that torch functions do not show")
+        return self.constant(tensor)
+
+    def _known(self, tensor: torch.Tensor) -> Value | None:
+        return (
+            self._values.get(tensor)
+            or self._attributes.get(id(tensor))
+            or self._constants.get(id(tensor))
+        )
+
+    def constant(self, tensor: torch.Tensor) -> Constant:
+        """Take a tensor for a constant."""
+        made = self._constants[id(tensor)] = Constant(tensor)
+        return made
+
+    def is_ragged(self, args: tuple[Any, ...]) -> bool:
+        """Whether there is a tensor among the arguments whose size depends on numbers."""
+        return any(is_ragged(self._values.get(tensor)) for tensor in tensors(args))
+
+    def object(self, thing: Any) -> Value | None:
+        """Where a container or object comes from, if it came whole from somewhere and is still the same."""
+        known = self._objects.get(id(thing))
+        if known is None or known[0] is not thing or known[2] != _fingerprint(thing):
+            return None
+        return known[1]
+
+    def remember(self, thing: Any, value: Value) -> None:
+        """Know a container or object, by identity, from now on."""
+        self._objects[id(thing)] = (thing, value, _fingerprint(thing))
+
+    def adopt(self, result: Any, value: Value, changed: tuple[torch.Tensor, ...] = ()) -> Any:
+        """Remember where the tensors in a result come from; returns the result to hand to the model.
+
+        A function that returns its argument unchanged (dropout in eval mode, `contiguous`) must not make the
+        model's later uses of the argument look like uses of the result: such a result is replaced by an alias.
+
+        Args:
+            result: what a step returned.
+            value: the step, or how to reach the result from it.
+            changed: the tensors that the step changed in place.
+        """
+        if isinstance(result, torch.Tensor):
+            return self._adopt_tensor(result, value, changed)
+        if isinstance(result, BASE_TYPES) or not has_tensors(result):
+            return result
+        adopted: dict[Any, Any] = {}
+        for kind, key, part in list(children(result)):
+            reach = getattr if kind == "attribute" else operator.getitem
+            adopted[key] = self.adopt(part, Expr(reach, (value, key)), changed)
+        if isinstance(result, list | dict):
+            for key, part in adopted.items():
+                result[key] = part
+        elif type(result) is tuple:
+            result = tuple(adopted.values())
+        maker = root(value)
+        if maker is not None and (maker.op == "placeholder" or maker.reason):
+            self.remember(result, value)
+        return result
+
+    def _adopt_tensor(
+        self, tensor: torch.Tensor, value: Value, changed: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        if any(tensor is other for other in changed):
+            return tensor
+        if self._known(tensor) is not None:
+            tensor = self._alias(tensor)
+        self._values[tensor] = value
+        self._aliases.setdefault(storage_of(tensor), []).append(TensorWeakRef(tensor))
+        return tensor
+
+    def change(self, tensor: torch.Tensor, step: Step, returned: bool) -> bool:
+        """Note that a step changes a tensor in place.
+
+        What is written into a tensor is also in its views, and in what it is a view of. If the step returns the
+        tensor, later uses of it are uses of the step's result.
+
+        Returns:
+            Whether somebody other than the users of the step's result sees the change.
+        """
+        observed = self._is_seen_elsewhere(tensor)
+        for owner in self._sharing(tensor):
+            maker = root(self._values.get(owner))
+            if maker is not None:
+                maker.data |= step.data
+                maker.ragged |= step.ragged
+        if returned and id(tensor) not in self._attributes:
+            self._values[tensor] = step
+        return observed or not returned
+
+    def _is_seen_elsewhere(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self._attributes or id(tensor) in self._constants:
+            return True
+        maker = root(self._values.get(tensor))
+        if maker is not None and maker.op == "placeholder":
+            return True
+        return any(owner is not tensor for owner in self._sharing(tensor))
+
+    def _sharing(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        owners = (ref() for ref in self._aliases.get(storage_of(tensor), []))
+        return [owner for owner in owners if owner is not None]
+
+
+def _fingerprint(container: Any) -> tuple[int, ...]:
+    return tuple(id(part) for _, _, part in children(container))

@@ -1,0 +1,90 @@
+"""What a model reads from tensors other than by computing: sizes, devices, numbers, truths."""
+
+from typing import Any
+
+import torch
+
+from pdp_fx.tracing import functions
+from pdp_fx.tracing.expressions import only_checks
+from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder
+from pdp_fx.tracing.source import source_line, user_frame
+from pdp_fx.tracing.steps import Expr, UnrecordableError, is_data
+
+
+def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Run a torch function, and record it unless it only looks at metadata."""
+    name = functions.name_of(function)
+    if functions.is_setter(function):
+        raise UnrecordableError(f"sets the attribute {name} of a tensor")
+    if name in functions.SIZES and recorder.origins.is_ragged(args):
+        raise UnrecordableError(f"reads a size that depends on the numbers in a tensor ({name})")
+    read = _READS.get(name)
+    if read is not None and args and isinstance(args[0], torch.Tensor):
+        return read(recorder, *args, **kwargs)
+    if name in functions.METADATA and not (name == "type" and len(args) > 1):
+        return recorder.run(function, args, kwargs)
+    return recorder.function(function, args, kwargs)
+
+
+def _shape(recorder: Recorder, tensor: torch.Tensor) -> torch.Size:
+    value = recorder.origins.value(tensor)
+    sizes = recorder.run(torch.Tensor.size, (tensor,), {})
+    return torch.Size([recorder.live(number, "size", value, axis) for axis, number in enumerate(sizes)])
+
+
+def _size(recorder: Recorder, tensor: torch.Tensor, dim: int | None = None) -> Any:
+    shape = _shape(recorder, tensor)
+    return shape if dim is None else shape[dim]
+
+
+def _numel(recorder: Recorder, tensor: torch.Tensor) -> Any:
+    return recorder.live(recorder.run(torch.Tensor.numel, (tensor,), {}), "numel", recorder.origins.value(tensor))
+
+
+def _device(recorder: Recorder, tensor: torch.Tensor) -> torch.device:
+    """The device; it is known by identity, so that the graph still runs when the model moves elsewhere."""
+    device: torch.device = recorder.run(getattr, (tensor, "device"), {})
+    recorder.origins.remember(device, Expr(getattr, (recorder.origins.value(tensor), "device")))
+    return device
+
+
+def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
+    value = recorder.origins.value(tensor)
+    if is_data(value):
+        raise UnrecordableError("uses the number in a tensor (item)")
+    return recorder.live(recorder.run(torch.Tensor.item, (tensor,), {}), "item", value)
+
+
+def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
+    """The truth of a tensor; where it depends on data, only a check may ask for it, and the graph checks too."""
+    truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
+    if not is_data(recorder.origins.value(tensor)):
+        return truth
+    frame = user_frame()
+    if frame is None or not only_checks(frame, truth):
+        raise UnrecordableError("branches on the numbers in a tensor", recorder.whole_around(frame))
+    check(recorder, tensor if truth else recorder.function(torch.logical_not, (tensor,), {}))
+    return truth
+
+
+def check(recorder: Recorder, condition: torch.Tensor) -> None:
+    """Let the graph fail if a tensor is not true."""
+    with recorder.silent():
+        recorder.function(torch._assert, (condition, f"the check at {source_line()} failed"), {})
+
+
+def _data(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.data`, which is `tensor.detach()` to a graph."""
+    return recorder.function(torch.Tensor.detach, (tensor,), {})
+
+
+_READS: dict[str, Call] = {
+    "shape": _shape,
+    "size": _size,
+    "numel": _numel,
+    "nelement": _numel,
+    "device": _device,
+    "item": _item,
+    "__bool__": _truth,
+    "data": _data,
+}

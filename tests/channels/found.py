@@ -1,0 +1,58 @@
+"""Random nets that once failed, as short as they get, each under the name of what was wrong."""
+
+from dataclasses import dataclass
+
+from pdp_fx.spec import Allocation
+from tests.channels.random_nets import Step
+
+
+@dataclass(frozen=True)
+class Found:
+    """A net, and how it was pruned."""
+
+    name: str
+    steps: tuple[Step, ...]
+    ratio: float = 0.7
+    allocation: Allocation = "uniform"
+
+
+FOUND = (
+    Found(
+        "a choice between two tensors masks only one of them",
+        (Step("conv", (0,)), Step("norm", (1,), 2), Step("where", (2, 1))),
+    ),
+    Found(
+        "channels that nobody reads have no place for a mask",
+        (Step("conv", (0,)), Step("pad_pixels", (1,), 2), Step("slice_half", (2,)), Step("sum_channels", (3,))),
+        0.2,
+    ),
+    Found(
+        "all channels of a pixel shuffle are one",
+        (Step("conv", (0,)), Step("pixel_shuffle", (1,))),
+        0.2,
+    ),
+    Found(
+        "a slice of channels is left with fewer than it takes",
+        (Step("conv", (0,)), Step("sum_all", (1,)), Step("slice", (2,), 2)),
+        allocation="global",
+    ),
+    Found(
+        "a part of a split becomes empty",
+        (Step("conv", (0,)), Step("swapped", (1,))),
+    ),
+    Found(
+        "both halves of half of the channels",
+        (Step("conv_bn_relu", (0,)), Step("slice_half", (1,)), Step("conv", (2,)), Step("halves", (2,))),
+        0.5,
+    ),
+    Found(
+        "picked channels of a grouped convolution",
+        (Step("conv", (0,)), Step("grouped_2", (1,), 3), Step("picked", (2,))),
+        allocation="global",
+    ),
+    Found(
+        "none of the picked channels is left",
+        (Step("conv", (0,)), Step("conv_1x1", (1,), 2), Step("picked", (2,)), Step("norm", (3,), 2)),
+        allocation="global",
+    ),
+)
