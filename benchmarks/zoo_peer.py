@@ -40,23 +40,28 @@ def measure_peer(model: nn.Module, example: Arguments, other: Arguments) -> dict
 
 
 def output_layers(model: nn.Module, inputs: Arguments) -> list[nn.Module]:
-    """The layers whose results are the model's outputs: they keep their size."""
-    made: dict[int, nn.Module] = {}
-    held: list[Tensor] = []
+    """The layers that make the channels of the outputs, found by the gradient: they keep their size."""
+    owners = {id(p): module for _, module in named_modules(model) for p in module.parameters(recurse=False)}
+    todo = [out.grad_fn for out in call(model.eval(), inputs)]
+    seen: set[Any] = set()
+    found: list[nn.Module] = []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weights = [weight for weight in _weights(node) if weight.ndim > 1 and id(weight) in owners]
+        found += [owners[id(weight)] for weight in weights]
+        if not weights:
+            todo += [following for following, _ in node.next_functions]
+    return found
 
-    def note(layer: nn.Module, _: Any, out: Any) -> None:
-        if isinstance(out, Tensor):
-            held.append(out)
-            made[id(out)] = layer
 
-    hooks = [m.register_forward_hook(note) for m in model.modules() if not list(m.children())]
-    try:
-        with torch.no_grad():
-            outputs = call(model.eval(), inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [made[id(out)] for out in outputs if id(out) in made]
+def _weights(node: Any) -> list[Tensor]:
+    """The parameters that a step of the gradient leads to at once, or behind a transposition."""
+    ends = [following for following, _ in node.next_functions if following is not None]
+    ends += [last for end in ends if end.name() == "TBackward0" for last, _ in end.next_functions]
+    return [end.variable for end in ends if hasattr(end, "variable")]
 
 
 def _prune(model: nn.Module, example: Arguments, ignored: list[nn.Module]) -> Removed:

@@ -1,6 +1,7 @@
 """The two pipelines, in order."""
 
 from pdp_fx.compiler import Pipeline
+from pdp_fx.passes.check_order import CheckOrder
 from pdp_fx.passes.choose_targets import ChooseTargets
 from pdp_fx.passes.expose_parameters import ExposeParameters
 from pdp_fx.passes.find_sites import FindSites
@@ -31,6 +32,7 @@ CONVERT = Pipeline(
         HardenMasks(),
         RestoreModules(),
         ShrinkChannels(),
+        CheckOrder(),
         FoldBatchNorm(),
         VerifyEquivalence(),
     )

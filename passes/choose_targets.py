@@ -150,7 +150,7 @@ def _sort_groups(
         wanted = _wanted(group, rules)
         if not wanted:
             continue
-        reason = _conflict(group, rules, fixed)
+        reason = _conflict(group, rules, fixed) or _unread(group, found)
         if reason:
             kept.append(replace(group, reasons=(reason,)))
         else:
@@ -171,6 +171,15 @@ def _read_by_nm(found: ChannelMap, weights: list[tuple[Site, Unstructured | NM]]
         if isinstance(rule, NM) and Slot(site.parameter, 1) in found.slots
         for root in found.slots[Slot(site.parameter, 1)].tolist()
     }
+
+
+def _unread(group: ChannelGroup, found: ChannelMap) -> Reason | None:
+    """A group that nothing reads in eval mode cannot be trained to do without channels."""
+    if any(slot in found.masked for slot in group.members):
+        return None
+    if any(np.isin(found.classes[site.ids.numpy()], group.classes).any() for site in found.norms):
+        return None
+    return Reason(group.name, "", "nothing reads these channels in eval mode")
 
 
 def _conflict(group: ChannelGroup, rules: dict[str, Rule | None], fixed: dict[int, str]) -> Reason | None:

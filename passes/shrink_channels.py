@@ -25,6 +25,14 @@ from pdp_fx.passes.harden_masks import Dropped, swap_tensors
 
 
 @dataclass(frozen=True)
+class Shrunk:
+    """The channel structure before channels were removed, and the classes that are gone."""
+
+    found: ChannelMap
+    gone: np.ndarray
+
+
+@dataclass(frozen=True)
 class ShrinkChannels(Pass):
     """Slices tensors and updates the sizes of their modules."""
 
@@ -45,11 +53,18 @@ class ShrinkChannels(Pass):
         _resize_nodes(gm, found, gone)
         _slice_tensors(gm, found, gone)
         _refresh_modules(gm, found, gone)
+        ctx.put(Shrunk(found, gone))
         return True
 
 
 def _gone_classes(found: ChannelMap, rows: dict[Slot, tuple[int, ...]]) -> np.ndarray:
-    """The classes of the dropped rows; none of them may be one that has to stay."""
+    """The classes of the dropped rows; none of them may be one that has to stay.
+
+    Weights that only training mode uses, such as those of auxiliary heads, are gone from the graph.
+    """
+    rows = {slot: indices for slot, indices in rows.items() if slot in found.slots}
+    if not rows:
+        return np.array([], dtype=np.int64)
     gone = np.unique(np.concatenate([found.slots[slot][list(indices)] for slot, indices in rows.items()]))
     for group in found.frozen:
         if np.isin(group.classes, gone).any():

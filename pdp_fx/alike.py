@@ -58,6 +58,8 @@ def _numbers(values: list[int]) -> str:
     """Sorted numbers as a list of runs; a single one stands alone."""
     if len(values) == 1:
         return str(values[0])
-    runs = [[value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])
+    ]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"{{{','.join(texts)}}}"

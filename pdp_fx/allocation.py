@@ -61,7 +61,8 @@ def _ranked(scores: list[Tensor], total: int) -> list[int]:
 
 def most_prunable(size: int, ratio: float, min_keep: float, least: int = 1) -> int:
     """How many of ``size`` units a layer may lose under global allocation."""
-    kept = max(math.floor(min_keep * (1 - ratio) * size), least, 1)
+    # The tolerance is for (1 - 0.9) * 100, which floating point puts below 10.
+    kept = max(math.floor(min_keep * (1 - ratio) * size + 1e-9), least, 1)
     return max(size - kept, 0)
 
 

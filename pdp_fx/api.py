@@ -177,7 +177,7 @@ def _keep_findings(pruner: Pruner, ctx: Context) -> None:
     pruner.kept = plan.kept
     pruner.skipped = plan.skipped
     if found is not None:
-        pruner.channels = replace(found, values={})
+        pruner.channels = replace(found, values={}, ids={}, pairs=found.pairs[:, :0])
         pruner.mac_model = mac_model(found, [group for group, _ in plan.groups])
 
 

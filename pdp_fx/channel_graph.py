@@ -39,17 +39,20 @@ def owner_of(slot: Slot) -> str:
     return slot.tensor.rpartition(".")[0] or slot.tensor
 
 
-def role_of(gm: fx.GraphModule, slot: Slot, channels: ChannelMap) -> str:
-    """What an axis does with its channels: producer, reader, norm or carrier (`channel_graph`)."""
-    if any(slot in group.producers for group in (*channels.groups, *channels.frozen)):
-        return "producer"
+def roles(gm: fx.GraphModule, channels: ChannelMap) -> dict[Slot, str]:
+    """What each axis does with its channels: producer, reader, norm or carrier (`channel_graph`)."""
+    producers = {slot for group in (*channels.groups, *channels.frozen) for slot in group.producers}
+    contracted = {contraction.weight for contraction in channels.contractions}
+    return {slot: "producer" if slot in producers else _role(gm, slot, contracted) for slot in channels.slots}
+
+
+def _role(gm: fx.GraphModule, slot: Slot, contracted: set[str]) -> str:
     module = gm.get_submodule(slot.tensor.rpartition(".")[0])
     if isinstance(module, NORMS):
         return "norm"
     kind = kind_of(module)
     reads = kind is None or slot.axis == input_axis(module)
-    contracted = any(contraction.weight == slot.tensor for contraction in channels.contractions)
-    return "reader" if contracted and reads else "carrier"
+    return "reader" if slot.tensor in contracted and reads else "carrier"
 
 
 def channel_graph(model: nn.Module) -> Graph:
@@ -93,14 +96,16 @@ def channel_graph(model: nn.Module) -> Graph:
 
 
 def _built(gm: fx.GraphModule, pruner: Pruner, channels: ChannelMap) -> Graph:
-    graph: Graph = nx.Graph()
-    groups = _groups(pruner, channels)
+    graph: Graph = nx.Graph(name=type(gm).__name__)
+    groups, role = _groups(pruner, channels), roles(gm, channels)
     rules = {group.name: rule_text(rule) for group, rule in pruner.groups}
-    carried = {slot for group in groups for slot in group.members}
+    carried: dict[Slot, list[ChannelGroup]] = {}
+    for group in groups:
+        for slot in group.members:
+            carried.setdefault(slot, []).append(group)
     for slot, classes in channels.slots.items():
         if slot in carried:
-            mine = [group for group in groups if slot in group.members]
-            graph.add_node(axis_name(slot), **_axis(gm, slot, classes, mine, channels))
+            graph.add_node(axis_name(slot), **_axis(slot, len(classes), role[slot], carried[slot]))
     for group in groups:
         kind = "frozen" if group.reasons else "group"
         facts = {"name": group.name, "bipartite": GROUP, "kind": kind, "width": group.width}
@@ -119,15 +124,13 @@ def _groups(pruner: Pruner, channels: ChannelMap) -> list[ChannelGroup]:
     return [kept.get(group.name, group) for group in groups]
 
 
-def _axis(
-    gm: fx.GraphModule, slot: Slot, classes: np.ndarray, groups: list[ChannelGroup], channels: ChannelMap
-) -> dict[str, str | int]:
+def _axis(slot: Slot, width: int, role: str, groups: list[ChannelGroup]) -> dict[str, str | int]:
     reasons = dict.fromkeys(_text(group) for group in groups)
     return {
         "name": axis_name(slot),
         "bipartite": AXIS,
-        "kind": role_of(gm, slot, channels),
-        "width": len(classes),
+        "kind": role,
+        "width": width,
         "reasons": "" if "" in reasons else "\n".join(reasons),
         "tensor": slot.tensor,
         "module": owner_of(slot),

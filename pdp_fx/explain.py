@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,10 +11,11 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from pdp_fx.alike import collected, few, pattern, patterns, skeleton
-from pdp_fx.channel_graph import axis_name, owner_of, role_of
+from pdp_fx.channel_graph import axis_name, owner_of, roles
 from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.labels import Slot
 from pdp_fx.errors import StateError
-from pdp_fx.granularity import Channels, rule_text
+from pdp_fx.granularity import rule_text
 from pdp_fx.masks import ChannelMask
 from pdp_fx.pruner import Pruner, find
 
@@ -125,7 +126,7 @@ def explain(model: nn.Module) -> Explanation:
     gm, pruner = found
     return Explanation(
         _weights(gm, pruner),
-        tuple(_pruned(gm, group, rule, pruner.channels) for group, rule in pruner.groups),
+        tuple(_pruned(gm, pruner)),
         tuple(kept for group in pruner.kept for kept in _kept(group)),
         pruner.skipped,
     )
@@ -135,29 +136,32 @@ def _weights(gm: fx.GraphModule, pruner: Pruner) -> tuple[PrunedWeight, ...]:
     masks = [(key, mask) for key, mask in pruner.mask_items() if not isinstance(mask, ChannelMask)]
     names = [(key, mask.parameters_read[0]) for key, mask in masks]
     return tuple(
-        PrunedWeight(name, rule_text(pruner.rules[key]), gm.get_parameter(name).numel()) for key, name in names
+        PrunedWeight(name, rule_text(pruner.rules[key]), gm.get_parameter(name).numel())
+        for key, name in names
     )
 
 
-def _pruned(
-    gm: fx.GraphModule, group: ChannelGroup, rule: Channels, channels: ChannelMap | None
-) -> PrunedGroup:
-    least = min(max(rule.min_channels, len(group.parts), 1), group.width)
-    return PrunedGroup(
-        group.name,
-        rule_text(rule),
-        group.width,
-        least,
-        tuple(dict.fromkeys(owner_of(slot) for slot in group.producers)),
-        () if channels is None else _masked_at(gm, group, channels),
-        tuple(axis_name(slot) for slot in group.members),
-    )
+def _pruned(gm: fx.GraphModule, pruner: Pruner) -> Iterator[PrunedGroup]:
+    channels = pruner.channels
+    if channels is None:
+        return
+    role = roles(gm, channels)
+    for group, rule in pruner.groups:
+        yield PrunedGroup(
+            group.name,
+            rule_text(rule),
+            group.width,
+            min(max(rule.min_channels, len(group.parts), 1), group.width),
+            tuple(dict.fromkeys(owner_of(slot) for slot in group.producers)),
+            _masked_at(group, channels, role),
+            tuple(axis_name(slot) for slot in group.members),
+        )
 
 
-def _masked_at(gm: fx.GraphModule, group: ChannelGroup, channels: ChannelMap) -> tuple[str, ...]:
+def _masked_at(group: ChannelGroup, channels: ChannelMap, role: dict[Slot, str]) -> tuple[str, ...]:
     """The modules whose parameters the group's mask multiplies, and the norms that it is given to."""
     slots = [slot for slot in group.members if slot in channels.masked]
-    places = [owner_of(s) + (" (inputs)" if role_of(gm, s, channels) == "reader" else "") for s in slots]
+    places = [owner_of(slot) + (" (inputs)" if role[slot] == "reader" else "") for slot in slots]
     places += [
         f"%{site.node} (statistics)"
         for site in channels.norms

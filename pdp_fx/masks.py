@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pdp_fx.ops.nm import group_view, nm_pruned, nm_threshold
-from pdp_fx.ops.ranking import Ranking, readable
-from pdp_fx.ops.select import smallest
+from pdp_fx.ops.ranking import Ranking
+from pdp_fx.ops.select import readable, smallest
 from pdp_fx.ops.soft_mask import soft_mask, soft_mask_value
 from pdp_fx.ops.threshold import compute_dtype, threshold
 from pdp_fx.sharding import refuse_shard

@@ -20,12 +20,13 @@ from pdp_fx.tracing.align import Alignment, align
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
+from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, mirror
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.leaves import BY_MODE, COMPOSITES
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import Recording, UnrecordableError
+from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.verify import Outcome, run
 
@@ -35,12 +36,10 @@ _MODES = {False: "eval", True: "training"}
 
 @dataclass(frozen=True)
 class Recordings:
-    """A model in both modes, and the modules that stay whole in both, each with the reason."""
+    """A model in both modes, and what stays whole in both, each with the reason."""
 
-    in_eval: Recording
-    in_train: Recording
     alignment: Alignment
-    opaque: Mapping[str, str]
+    opaque: Mapping[Whole, str]
 
 
 def trace(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
@@ -70,8 +69,9 @@ def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
     with preserved(model):
         recordings = [symbolic_recording(model.train(training)) for training in _MODES]
     in_eval, in_train = recordings
-    whole = {path: "only a run can look inside" for path, m in model.named_modules() if isinstance(m, COMPOSITES)}
-    return _build(model, Recordings(in_eval, in_train, align(in_eval, in_train), whole), gate_all=False)
+    composite = [path for path, module in model.named_modules() if isinstance(module, COMPOSITES)]
+    whole = {Whole(path): "only a run can look inside" for path in composite}
+    return _build(model, Recordings(align(in_eval, in_train), whole), gate_all=False)
 
 
 def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModule:
@@ -80,7 +80,7 @@ def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModul
         direct = _record_both(model, example)
     except TraceError:
         return _trace_as_compiled(model, example, expected[False])
-    if any(list(model.get_submodule(path).parameters()) for path in direct.opaque):
+    if any(_has_weights(model, whole) for whole in direct.opaque):
         try:
             return _trace_as_compiled(model, example, expected[False])
         except TraceError as err:
@@ -125,48 +125,55 @@ def _reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcom
 
 def _record_both(model: nn.Module, example: ExampleCall) -> Recordings:
     """Record until both modes go through; each failure makes one more module opaque."""
-    opaque: dict[str, str] = {}
+    opaque: dict[Whole, str] = {}
+    tried: set[Whole] = set()
     while True:
         try:
-            in_eval, in_train = (_record(model, example, training, opaque) for training in _MODES)
+            in_eval, in_train = (_record(model, example, training, opaque, tried) for training in _MODES)
         except UnrecordableError as err:
-            if not err.path or err.path in opaque:
-                raise _unrecordable(model, err) from err
-            opaque[err.path] = f"{err.reason} ({source_of(err)})"
+            _keep_whole(model, err, opaque, tried)
             continue
         alignment = align(in_eval, in_train)
-        differing = _weightless(model, {alignment.owner(pair) for pair in alignment.pairs if pair.only})
-        if not differing:
-            return Recordings(in_eval, in_train, alignment, opaque)
-        opaque |= dict.fromkeys(differing, BY_MODE)
+        differing = {Whole(alignment.owner(pair)) for pair in alignment.pairs if pair.only}
+        weightless = {whole for whole in differing if whole.path and not _has_weights(model, whole)}
+        if not weightless:
+            return Recordings(alignment, opaque)
+        opaque |= dict.fromkeys(sorted(weightless, key=str), DIFFERS_BY_MODE)
 
 
-def _record(model: nn.Module, example: ExampleCall, training: bool, opaque: dict[str, str]) -> Recording:
+def _record(
+    model: nn.Module, example: ExampleCall, training: bool, opaque: dict[Whole, str], tried: set[Whole]
+) -> Recording:
     with preserved(model):
-        return record(model.train(training), example.fresh(), opaque)
+        return record(model.train(training), example.fresh(), opaque, tried)
 
 
-def _unrecordable(model: nn.Module, err: UnrecordableError) -> TraceError:
-    name = f"module {err.path!r}" if err.path else f"the forward of {type(model).__name__} itself"
-    return TraceError(
-        f"cannot trace {name}: it {err.reason} ({source_of(err)}); "
-        "move that part into a submodule of its own, which then stays opaque"
-    )
+def _keep_whole(
+    model: nn.Module, err: UnrecordableError, opaque: dict[Whole, str], tried: set[Whole]
+) -> None:
+    """Add to `opaque` what a failed recording asks for."""
+    whole = err.whole or Whole("")
+    if err.instead_of is not None:
+        del opaque[err.instead_of]
+    if whole == Whole("") or whole in tried:
+        name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
+        raise TraceError(
+            f"cannot trace {name}: it {err.reason} ({source_of(err)}); "
+            "move that part into a submodule of its own, which then stays opaque"
+        ) from err
+    tried.add(whole)
+    opaque[whole] = err.reason if err.instead_of is not None else f"{err.reason} ({source_of(err)})"
 
 
-def _weightless(model: nn.Module, paths: set[str]) -> list[str]:
-    """Those of the modules that have neither parameters nor buffers: nothing is lost if they stay whole."""
-    modules = {path: model.get_submodule(path) for path in paths if path}
-    return sorted(
-        path for path, module in modules.items() if not (list(module.parameters()) or list(module.buffers()))
-    )
+def _has_weights(model: nn.Module, whole: Whole) -> bool:
+    """Whether a module has parameters or buffers; methods are kept whole only if they use none."""
+    module = model.get_submodule(whole.path)
+    return not whole.method and (any(True for _ in module.parameters()) or any(True for _ in module.buffers()))
 
 
 def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
-    tree = mirror(model, frozenset(recordings.opaque))
-    graph, protected = write_graph(
-        tree, recordings.alignment, recordings.in_eval, recordings.in_train, gate_all
-    )
+    tree = mirror(model, frozenset(whole.path for whole in recordings.opaque))
+    graph, protected = write_graph(tree, model, recordings.alignment, gate_all)
     gm = TracedModule(tree, graph, type(model).__name__)
     without_dead_code(graph, protected)
     gm.recompile()

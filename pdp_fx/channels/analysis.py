@@ -7,7 +7,7 @@ channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class ChannelGroup:
         return len(self.classes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ChannelMap:
     """The channel structure of one graph.
 
@@ -79,6 +79,8 @@ class ChannelMap:
         groups: prunable groups, in graph order.
         frozen: groups whose channels stay, each with its reasons.
         slots: the class of every index of every parameter and buffer axis.
+        ids: the label of every index of every parameter and buffer axis.
+        pairs: labels that operations bring together, shape (2, pairs).
         masked: the parameter axes that must be masked so that dropped channels are 0.
         norms: nodes that normalise over channels, to be given masks.
         contractions: where weights are multiplied, for counting.
@@ -93,6 +95,8 @@ class ChannelMap:
     groups: tuple[ChannelGroup, ...]
     frozen: tuple[ChannelGroup, ...]
     slots: dict[Slot, np.ndarray]
+    ids: dict[Slot, np.ndarray]
+    pairs: np.ndarray
     masked: frozenset[Slot]
     norms: tuple[NormSite, ...]
     contractions: tuple[Contraction, ...]
@@ -102,7 +106,7 @@ class ChannelMap:
     numbers: dict[str, Any]
     taint: dict[str, list[Tensor]]
     batch: int
-    classes: np.ndarray = field(repr=False)
+    classes: np.ndarray
 
     def kept(self, value: Labelled, gone: np.ndarray) -> Kept:
         """Which indices of a tensor stay when the classes ``gone`` are dropped.
@@ -198,6 +202,8 @@ def _solve(record: Record, batch: int) -> ChannelMap:
         groups=tuple(group for group in groups if not group.reasons),
         frozen=tuple(group for group in groups if group.reasons),
         slots=slots,
+        ids={slot: ids.numpy() for slot, ids in record.slots.items()},
+        pairs=record.ties.joined(),
         masked=_masked(record.demands),
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),

@@ -230,8 +230,12 @@ class LabelFlow(TorchDispatchMode):
         self.record.grids += [layer.ids for layer in self._layers[tensor] if len(layer.support) > 1]
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Tie two label tensors elementwise, broadcasting."""
+        """Tie labels that the operation brings together element by element, broadcasting."""
         self.record.ties.tie(left, right)
+
+    def bind(self, left: Tensor, right: Tensor) -> None:
+        """Tie labels that only have to be kept or dropped together, broadcasting."""
+        self.record.ties.bind(left, right)
 
     def freeze(self, ids: Tensor, why: str, remedy: str = "") -> None:
         """Say that these labels must stay, because of the node that is running."""
@@ -258,7 +262,7 @@ class LabelFlow(TorchDispatchMode):
             return None
         for axis in sorted(layer.support & blocked):
             first = layer.ids.narrow(axis, 0, 1)
-            self.tie(layer.ids, first)
+            self.bind(layer.ids, first)
             layer = Layer(first, layer.zero.all(dim=axis, keepdim=True), (layer,), free=layer.free)
         return layer
 

@@ -100,6 +100,7 @@ class Ties:
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
         self._frozen: list[tuple[np.ndarray, Reason]] = []
         self._roots = np.arange(0)
+        self._joined: list[np.ndarray] = []
 
     def fresh(self, count: int) -> Tensor:
         """Return ``count`` new labels."""
@@ -107,13 +108,27 @@ class Ties:
         return torch.arange(self._next - count, self._next)
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Tie two label tensors elementwise, broadcasting."""
+        """Tie labels that an operation brings together element by element, broadcasting."""
+        pairs = self._add(left, right)
+        if pairs.size:
+            self._joined.append(np.sort(pairs, axis=0))
+
+    def bind(self, left: Tensor, right: Tensor) -> None:
+        """Tie labels that only have to be kept or dropped together, broadcasting."""
+        self._add(left, right)
+
+    def _add(self, left: Tensor, right: Tensor) -> np.ndarray:
         left, right = torch.broadcast_tensors(left, right)
         pairs = torch.stack([left.reshape(-1), right.reshape(-1)])
         pairs = pairs[:, pairs[0] != pairs[1]]
-        if pairs.shape[1]:
-            pairs = torch.unique(pairs, dim=1) if pairs.shape[1] > 4096 else pairs
-            self._pairs.append((pairs[0].numpy(), pairs[1].numpy()))
+        found = (torch.unique(pairs, dim=1) if pairs.shape[1] > 4096 else pairs).numpy()
+        if found.size:
+            self._pairs.append((found[0], found[1]))
+        return found
+
+    def joined(self) -> np.ndarray:
+        """All pairs of labels that operations bring together, the smaller first, shape (2, pairs)."""
+        return np.concatenate(self._joined, axis=1) if self._joined else np.empty((2, 0), dtype=np.int64)
 
     def freeze(self, ids: Tensor, reason: Reason) -> None:
         """Say that these labels must stay."""

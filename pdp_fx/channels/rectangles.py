@@ -29,7 +29,7 @@ def make_rectangular(grids: list[Tensor], ties: Ties) -> np.ndarray:
         if not is_rectangular(classes[grid.numpy()]):
             longest = max(range(grid.ndim), key=lambda axis: grid.shape[axis])
             flat = grid.movedim(longest, 0).reshape(grid.shape[longest], -1)
-            ties.tie(flat, flat[:, :1])
+            ties.bind(flat, flat[:, :1])
             classes = ties.classes()
     return classes
 

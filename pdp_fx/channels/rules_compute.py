@@ -133,7 +133,7 @@ def _grouped(
     for layer in (read, columns if transposed else rows):
         if layer is not None:
             grid = layer.ids.reshape(groups, -1)
-            flow.tie(grid, grid[:1])
+            flow.bind(grid, grid[:1])
     if transposed:
         consume(read, columns, flow)
         return _transposed_rows(rows, groups, bias, flow)

@@ -284,7 +284,7 @@ def tie_blocks(call: Call, axis: int, blocks: int, across: bool, flow: LabelFlow
         if axis in layer.support:
             grid = layer.ids.movedim(axis, 0)
             grid = grid.reshape(blocks, -1, *grid.shape[1:])
-            flow.tie(grid, grid[:1] if across else grid[:, :1])
+            flow.bind(grid, grid[:1] if across else grid[:, :1])
 
 
 @rule(

@@ -70,7 +70,7 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
         if layer.support == {axis} and normalised - set(range(2, source.ndim)) == {axis} - set(range(2, source.ndim)):
             if groups > 1:
                 grid = layer.ids.reshape(groups, -1)
-                flow.tie(grid, grid[:1])
+                flow.bind(grid, grid[:1])
             if (groups or flow.through_norms) and flow.normalise(layer, axis, why):
                 masked = True
                 kept.append(Layer(layer.ids, torch.ones_like(layer.zero)))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdp_fx.ops.ranking import readable
+from pdp_fx.ops.select import readable
 from pdp_fx.ops.threshold import compute_dtype
 
 

@@ -9,19 +9,11 @@ miss whoever writes through ``weight.data`` or through an alias.
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pdp_fx.ops.select import as_numpy, order_statistics, storage_order
+from pdp_fx.ops.select import Values, as_numpy, order_statistics, storage_order
 
 Key: TypeAlias = tuple[object, ...]
-
-
-def readable(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` can be read here and now without waiting, tracing or unwrapping."""
-    if torch.compiler.is_compiling():
-        return False
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 class Ranking:
@@ -38,10 +30,10 @@ class Ranking:
             weight: the weights of the layer; `readable`.
             pruned: from 1 to `weight.numel()` - 1.
         """
-        flat = storage_order(weight.detach())
-        key = (pruned, flat.dtype, _version(weight), *_content(flat))
+        values = as_numpy(storage_order(weight.detach()))
+        key = (pruned, _version(weight), *_content(values))
         if key != self._key:
-            self._found, self._key = order_statistics(as_numpy(flat), pruned), key
+            self._found, self._key = order_statistics(values, pruned), key
         return self._found
 
 
@@ -49,9 +41,14 @@ def _version(weight: Tensor) -> int | None:
     return None if weight.is_inference() else weight._version
 
 
-def _content(flat: Tensor) -> Key:
+def _content(values: Values) -> Key:
     """Two checksums of the bits, both blind to the order of the values: so is a rank."""
-    raw = as_numpy(flat.view(torch.uint8))
-    whole = raw.size - raw.size % 8
-    words = raw[:whole].view(np.uint64)
-    return raw.size, int(words.sum()), int(np.bitwise_xor.reduce(words)), raw[whole:].tobytes()
+    whole = values.size - values.size % 2
+    words = values[:whole].view(np.uint64)
+    return (
+        values.dtype,
+        values.size,
+        int(words.sum()),
+        int(np.bitwise_xor.reduce(words)),
+        values[whole:].tobytes(),
+    )

@@ -19,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdp_fx.ops.select import readable
 from pdp_fx.ops.threshold import compute_dtype
+
+BLOCK = 1 << 16
+"""How many weights the backward pass works on at a time, so that what is between stays in the cache."""
 
 Temperature = float | Tensor
 """tau > 0, in units of w^2: a number, or a 0-dim tensor on the device of the weight, a constant."""
@@ -46,18 +50,15 @@ def soft_mask_value(weight: Tensor, threshold: Tensor, tau: Temperature) -> Tens
 
 
 class _SoftMask(torch.autograd.Function):
+    # With a separate setup_context, every call would inspect a signature, which costs more than the mask.
     @staticmethod
-    def forward(weight: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, weight: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.number = None if isinstance(tau, Tensor) else tau
+        ctx.save_for_backward(weight, threshold, *([tau] if isinstance(tau, Tensor) else []))
         wide = weight.to(compute_dtype(weight.dtype))
         if torch.compiler.is_compiling():
             return (_mask_formula(wide, threshold, tau) * wide).to(weight.dtype)
         return _mask(wide, threshold, tau).mul_(wide).to(weight.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Temperature], output: Tensor) -> None:
-        weight, threshold, tau = inputs
-        ctx.number = None if isinstance(tau, Tensor) else tau
-        ctx.save_for_backward(weight, threshold, *([tau] if isinstance(tau, Tensor) else []))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -66,29 +67,52 @@ class _SoftMask(torch.autograd.Function):
         wide = weight.to(compute_dtype(weight.dtype))
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return (_slope_formula(wide, threshold, tau) * grad).to(weight.dtype), None, None
-        return _slope(wide, threshold, tau).mul_(grad).to(weight.dtype), None, None
+        return _gradient(wide, threshold, tau, grad).to(weight.dtype), None, None
 
 
-def _mask(wide: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:
+def _mask(wide: Tensor, threshold: Tensor, tau: Temperature, out: Tensor | None = None) -> Tensor:
     # Without a buffer of our own, a broadcast threshold would have a say in the memory format.
-    buffer = torch.empty_like(wide)
-    if isinstance(tau, Tensor) and tau.device.type != "cpu":
-        torch.mul(wide, 1.0 / tau, out=buffer)
-        return torch.addcmul(_offset(threshold, wide, tau), buffer, wide, out=buffer).sigmoid_()
-    number = float(tau)
-    return torch.addcmul(
-        _offset(threshold, wide, number), wide, wide, value=1.0 / number, out=buffer
-    ).sigmoid_()
+    buffer = torch.empty_like(wide) if out is None else out
+    offset, slope = _line(threshold, tau, wide)
+    if isinstance(slope, Tensor):
+        torch.mul(wide, slope, out=buffer)
+        return torch.addcmul(offset, buffer, wide, out=buffer).sigmoid_()
+    return torch.addcmul(offset, wide, wide, value=slope, out=buffer).sigmoid_()
 
 
-def _slope(wide: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:
-    """The factor of equation 2."""
-    mask = _mask(wide, threshold, tau)
+def _gradient(wide: Tensor, threshold: Tensor, tau: Temperature, grad: Tensor) -> Tensor:
+    """Equation 2 in one new tensor: all that is between lives in a block's worth of memory."""
+    result = torch.empty_like(wide)
+    rows = BLOCK // max(wide.stride(0), 1) if wide.ndim > 0 else 0
+    if wide.device.type != "cpu" or not 0 < rows < wide.shape[0]:
+        return _gradient_into(result, wide, threshold, tau, grad)
+    by_row = threshold.ndim > 0
+    for start in range(0, wide.shape[0], rows):
+        block = slice(start, start + rows)
+        part = threshold[block] if by_row else threshold
+        _gradient_into(result[block], wide[block], part, tau, grad[block])
+    return result
+
+
+def _gradient_into(result: Tensor, wide: Tensor, threshold: Tensor, tau: Temperature, grad: Tensor) -> Tensor:
+    mask = _mask(wide, threshold, tau, result)
     # w m (1 - m) in one pass; w enters twice, one factor at a time, so that w^2 * 0 is 0 for every finite w.
     softness = torch.ops.aten.sigmoid_backward.default(wide, mask)
-    if isinstance(tau, Tensor) and tau.device.type != "cpu":
-        return mask.addcmul_(softness.mul_(2.0 / tau), wide)
-    return mask.addcmul_(softness, wide, value=2.0 / float(tau))
+    if isinstance(tau, Tensor) and not readable(tau):
+        return mask.addcmul_(softness.mul_(2.0 / tau), wide).mul_(grad)
+    return mask.addcmul_(softness, wide, value=2.0 / float(tau)).mul_(grad)
+
+
+def _line(threshold: Tensor, tau: Temperature, wide: Tensor) -> tuple[Tensor, float | Tensor]:
+    """-t |t| / tau and 1 / tau; numbers that can be read for nothing are worked out as numbers."""
+    if isinstance(tau, Tensor):
+        if not readable(tau):
+            return _offset(threshold, wide, tau), 1.0 / tau
+        tau = float(tau)
+    if threshold.ndim == 0 and readable(threshold):
+        t = float(threshold)
+        return wide.new_full((), -t * abs(t) / tau), 1.0 / tau
+    return _offset(threshold, wide, tau), 1.0 / tau
 
 
 def _offset(threshold: Tensor, wide: Tensor, tau: Temperature) -> Tensor:

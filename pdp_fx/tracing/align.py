@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from pdp_fx.tracing.steps import Recording, Scope, Step
+from pdp_fx.tracing.steps import Recording, Scope, Step, Whole
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,11 @@ class Pair:
 
     in_eval: Step | None
     in_train: Step | None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The step in each mode that has it."""
+        return tuple(step for step in (self.in_eval, self.in_train) if step is not None)
 
     @property
     def only(self) -> Step | None:
@@ -26,15 +31,15 @@ class Pair:
 class Alignment:
     """Both recordings in one order that respects the order of each."""
 
+    in_eval: Recording
+    in_train: Recording
     pairs: tuple[Pair, ...]
-    eval_scopes: frozenset[Scope]
-    train_scopes: frozenset[Scope]
 
     def owner(self, pair: Pair) -> str:
         """The module that decides whether a step of one mode happens: the innermost that is called in both modes."""
         step = pair.only
         scope = None if step is None else step.scope
-        other = self.train_scopes if pair.in_train is None else self.eval_scopes
+        other = (self.in_train if pair.in_train is None else self.in_eval).scopes
         while scope is not None and scope not in other:
             scope = scope.parent
         return "" if scope is None else scope.path
@@ -50,7 +55,7 @@ def align(in_eval: Recording, in_train: Recording) -> Alignment:
             continue
         pairs += [Pair(a, None) for a in left[i:i_end]]
         pairs += [Pair(None, b) for b in right[j:j_end]]
-    return Alignment(tuple(pairs), in_eval.scopes, in_train.scopes)
+    return Alignment(in_eval, in_train, tuple(pairs))
 
 
 def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[str, int, int, int, int]]:
@@ -60,5 +65,5 @@ def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[
 
 
 def _key(step: Step) -> Hashable:
-    target = step.target if isinstance(step.target, str) else id(step.target)
+    target = step.target if isinstance(step.target, str | Whole) else id(step.target)
     return step.op, target, step.scope, len(step.args), tuple(step.kwargs)

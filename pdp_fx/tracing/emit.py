@@ -11,28 +11,28 @@ from typing import Any
 from torch import fx, nn
 
 from pdp_fx.tracing.align import Alignment, Pair
+from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.functions import kept_alive
-from pdp_fx.tracing.steps import Attribute, Constant, Expr, Recording, Step, root
+from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, root
 from pdp_fx.tracing.structure import is_namedtuple
 from pdp_fx.tracing.writer import Gate, Writer
 
 
 def write_graph(
-    tree: nn.Module, alignment: Alignment, in_eval: Recording, in_train: Recording, gate_all: bool
+    tree: nn.Module, model: nn.Module, alignment: Alignment, gate_all: bool
 ) -> tuple[fx.Graph, set[fx.Node]]:
     """The graph of both recordings, and the nodes that have to stay even if nobody uses them.
 
     Args:
         tree: the modules of the graph module to be; constants and the root's training flag are added to it.
-        alignment: the steps of both, side by side.
-        in_eval: the recording in eval mode.
-        in_train: the recording in training mode.
+        model: the model.
+        alignment: both recordings, side by side.
         gate_all: run no step in a mode it was not recorded in, harmless or not.
     """
-    merge = _Merge(Writer(tree), alignment, gate_all)
+    merge = _Merge(Writer(tree, model), alignment, gate_all)
     for pair in alignment.pairs:
         merge.add(pair)
-    merge.output(in_eval.output, in_train.output)
+    merge.output(alignment.in_eval.output, alignment.in_train.output)
     return merge.writer.graph, merge.writer.protected
 
 
@@ -41,9 +41,12 @@ class _Merge:
 
     def __init__(self, writer: Writer, alignment: Alignment, gate_all: bool) -> None:
         self.writer = writer
+        self.recordings = (alignment.in_eval, alignment.in_train)
         self.alignment = alignment
         self.gate_all = gate_all
         self._nodes: dict[tuple[bool, Step], fx.Node] = {}
+        self._places = {step: i for i, pair in enumerate(alignment.pairs) for step in pair.steps}
+        self._shared = self._expressions(False) & self._expressions(True)
         self._single: set[tuple[bool, Step | None]] = set()
 
     def add(self, pair: Pair) -> None:
@@ -54,6 +57,39 @@ class _Merge:
             self._add_single(pair.in_eval, False, self.alignment.owner(pair))
         elif pair.in_train is not None:
             self._add_single(pair.in_train, True, self.alignment.owner(pair))
+
+    def _expressions(self, training: bool) -> set[Any]:
+        """The keys of all expressions that steps of one mode use."""
+        recording = self.recordings[training]
+        found: set[Any] = set()
+        for tree in (*((step.args, step.kwargs) for step in recording.steps), recording.output):
+            for value in all_values(tree):
+                self._collect(value, found)
+        return found
+
+    def _collect(self, value: Any, found: set[Any]) -> None:
+        if isinstance(value, Expr):
+            found.add(self._key(value))
+            for part in all_values((value.args, value.kwargs)):
+                self._collect(part, found)
+
+    def _key(self, value: Any) -> Any:
+        """What an expression of either mode is, in terms of the places of steps."""
+        if isinstance(value, Step):
+            return "step", self._places[value]
+        if isinstance(value, Expr):
+            return value.call, tuple(self._key(part) for part in all_values((value.args, value.kwargs)))
+        return type(value), value
+
+    def _gate_of_expression(self, value: Expr, training: bool) -> Gate | None:
+        """A condition for an expression of one mode that may fail in the other.
+
+        That is one about the result of an opaque module, which may differ in structure, or about an optional input.
+        """
+        maker = root(value)
+        if maker is None or not (maker.reason or _is_optional(maker)) or self._key(value) in self._shared:
+            return None
+        return Gate(maker.scope.path, training)
 
     def output(self, in_eval: Any, in_train: Any) -> None:
         """Write what the model returns."""
@@ -72,7 +108,8 @@ class _Merge:
         self.writer.at(step.scope.path, step.source)
         args, kwargs = self._lower(step.args, training), self._lower(step.kwargs, training)
         own = all((training, root(value)) in self._single for value in step.changes)
-        harmless = own and self.writer.is_harmless(step, training) and not self.gate_all
+        optional = any(_is_optional(root(value)) for value in all_values((step.args, step.kwargs)))
+        harmless = own and not optional and self.writer.is_harmless(step, training) and not self.gate_all
         gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(owner, training)
         self._single.add((training, step))
         self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
@@ -87,7 +124,7 @@ class _Merge:
             return self.writer.constant(tree.tensor)
         if isinstance(tree, Expr):
             args, kwargs = self._lower(tree.args, training), self._lower(tree.kwargs, training)
-            return self.writer.expression(tree.call, args, kwargs)
+            return self.writer.expression(tree.call, args, kwargs, self._gate_of_expression(tree, training))
         if isinstance(tree, slice):
             return slice(*(self._lower(part, training) for part in (tree.start, tree.stop, tree.step)))
         return self._lower_container(tree, training)
@@ -115,6 +152,10 @@ class _Merge:
             parts = [self._join(a, b, owner) for a, b in zip(in_eval, in_train, strict=True)]
             return type(in_eval)(*parts) if is_namedtuple(in_eval) else type(in_eval)(parts)
         return self.writer.pick(in_eval, in_train, owner)
+
+
+def _is_optional(step: Step | None) -> bool:
+    return step is not None and step.op == "placeholder" and bool(step.args)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,8 +11,8 @@ from torch import nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.steps import Expr, Step
-from pdp_fx.tracing.structure import fresh_copy, has_tensors
+from pdp_fx.tracing.steps import Expr, Step, Value
+from pdp_fx.tracing.structure import children, fresh_copy, has_tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 _PLAIN = (str, int, float, bool, type(None))
@@ -50,12 +50,23 @@ def example_call(example_inputs: object) -> ExampleCall:
 
 @dataclass(frozen=True)
 class _Argument:
-    """One argument of the model: whether the example gives it, and its value or default."""
+    """One argument of the model: whether and how the example gives it, its value, and its default."""
 
     name: str
     given: bool
     value: Any
     keyword: bool
+    parameter: inspect.Parameter
+
+    @property
+    def has_default(self) -> bool:
+        """Whether it can be left out, and then is something plain."""
+        return self.parameter.default is not self.parameter.empty and isinstance(self.parameter.default, _PLAIN)
+
+    @property
+    def default(self) -> Any:
+        """What it is when left out."""
+        return self.parameter.default if self.has_default else None
 
 
 def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall:
@@ -66,18 +77,20 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    fixed: list[tuple[Step, Any]] = []
+    fixed: list[tuple[Value, Any]] = []
     optional = False
     for argument in _arguments(model, call):
         is_fixed = not has_tensors(argument.value)
         plain = is_fixed and isinstance(argument.value, _PLAIN)
         if not argument.given and not plain:
             continue
-        optional = optional or plain
-        default = (argument.value if plain else None,) if optional else ()
+        optional = optional or plain or argument.has_default
+        default = (argument.value if plain else argument.default,) if optional else ()
         step, value = recorder.placeholder(argument.name, argument.value, default)
         if plain:
             fixed.append((step, value))
+        else:
+            fixed += _lengths(step, value, bool(default))
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
@@ -87,11 +100,30 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     return ExampleCall(tuple(args), kwargs)
 
 
-def _check(recorder: Recorder, fixed: list[tuple[Step, Any]]) -> None:
+def _check(recorder: Recorder, fixed: list[tuple[Value, Any]]) -> None:
     equal = Expr(operator.eq, (tuple(step for step, _ in fixed), tuple(value for _, value in fixed)))
-    wanted = ", ".join(f"{step.target}={value!r}" for step, value in fixed)
-    message = f"this graph was traced with {wanted}; to use other values, trace with example_inputs that have them"
+    wanted = ", ".join(f"{_shown(value)}={number!r}" for value, number in fixed)
+    message = f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
     recorder.steps.append(Step("call_function", torch._assert, (equal, message), {}, recorder.scope, ""))
+
+
+def _lengths(value: Value, example: Any, optional: bool) -> list[tuple[Value, Any]]:
+    """How many parts each container in an argument has: the graph reaches for these, and for no others."""
+    if not isinstance(example, list | tuple | Mapping) or not has_tensors(example):
+        return []
+    # `length_hint` instead of `len`, so that an optional argument may be left out.
+    found: list[tuple[Value, Any]] = [(Expr(operator.length_hint, (value, len(example))), len(example))]
+    if not optional:
+        for _, key, part in children(example):
+            found += _lengths(Expr(operator.getitem, (value, key)), part, optional)
+    return found
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, Expr):
+        inner = _shown(value.args[0])
+        return f"{inner}[{value.args[1]!r}]" if value.call is operator.getitem else f"len({inner})"
+    return str(value.target) if isinstance(value, Step) else "?"
 
 
 def _arguments(model: nn.Module, call: ExampleCall) -> list[_Argument]:
@@ -100,14 +132,15 @@ def _arguments(model: nn.Module, call: ExampleCall) -> list[_Argument]:
     keywords = dict(call.kwargs)
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            found += [_Argument(f"{name}_{i}", True, value, False) for i, value in enumerate(positional)]
+            rest = enumerate(positional)
+            found += [_Argument(f"{name}_{i}", True, value, False, parameter) for i, value in rest]
             positional = []
         elif parameter.kind is parameter.VAR_KEYWORD:
-            found += [_Argument(key, True, value, True) for key, value in keywords.items()]
+            found += [_Argument(key, True, value, True, parameter) for key, value in keywords.items()]
         elif positional and parameter.kind is not parameter.KEYWORD_ONLY:
-            found.append(_Argument(name, True, positional.pop(0), False))
+            found.append(_Argument(name, True, positional.pop(0), False, parameter))
         elif name in keywords:
-            found.append(_Argument(name, True, keywords.pop(name), True))
+            found.append(_Argument(name, True, keywords.pop(name), True, parameter))
         elif parameter.default is not parameter.empty:
-            found.append(_Argument(name, False, parameter.default, True))
+            found.append(_Argument(name, False, parameter.default, True, parameter))
     return found

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.steps import UnrecordableError
+from pdp_fx.tracing.steps import Step, UnrecordableError, Whole
 
 
 class _Listener(TorchFunctionMode):
@@ -32,7 +33,7 @@ class _Listener(TorchFunctionMode):
     ) -> Any:
         if self.recorder.inside:
             return func(*args, **(kwargs or {}))
-        return self.recorder.guarded(self.recorder.function, func, args, kwargs or {})
+        return self.recorder.guarded(called, self.recorder, func, args, kwargs or {})
 
 
 @contextmanager
@@ -55,19 +56,25 @@ def listening(recorder: Recorder) -> Iterator[None]:
             return args[0](*args[2:])
         return recorder.guarded(_refuse_autograd_function, cls)
 
+    autocasts: dict[int, Step] = {}
+
     def autocast_enter(self: torch.autocast) -> Any:
-        recorder.enter_autocast(self)
+        if not recorder.inside:
+            autocasts[id(self)] = _record_autocast(recorder, self)
         return enter(self)
 
     def autocast_exit(self: torch.autocast, *args: Any) -> Any:
-        recorder.exit_autocast(self)
+        if id(self) in autocasts and not recorder.inside:
+            step = recorder.step("call_function", torch.amp.autocast_mode._exit_autocast, (), {})
+            step.args = (autocasts.pop(id(self)),)
+            recorder.steps.append(step)
         return leave(self, *args)
 
     def check_all(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
         if recorder.inside:
             check_all_now(error_type, cond, message)
         else:
-            recorder.guarded(recorder.check, torch.all(cond))
+            recorder.guarded(check, recorder, torch.all(cond))
 
     with (
         _replaced(torch, "_check_tensor_all_with", check_all),
@@ -76,10 +83,50 @@ def listening(recorder: Recorder) -> Iterator[None]:
         _replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
         _replaced(torch.autocast, "__enter__", autocast_enter),
         _replaced(torch.autocast, "__exit__", autocast_exit),
+        _methods_whole(recorder),
         recorder.watch,
         _Listener(recorder),
     ):
         yield
+
+
+def _record_autocast(recorder: Recorder, context: torch.autocast) -> Step:
+    dtype = context.fast_dtype if context._enabled else None
+    args = (context.device, dtype, context._enabled, context._cache_enabled)
+    step = recorder.step("call_function", torch.amp.autocast_mode._enter_autocast, args, {})
+    recorder.steps.append(step)
+    return step
+
+
+@contextmanager
+def _methods_whole(recorder: Recorder) -> Iterator[None]:
+    """Let the methods that are to stay whole tell the recorder of their calls."""
+    with ExitStack() as stack:
+        for whole in recorder.opaque:
+            if whole.method:
+                module = recorder.model.get_submodule(whole.path)
+                stack.enter_context(_own_attribute(module, whole.method, _method_call(recorder, whole, module)))
+        yield
+
+
+def _method_call(recorder: Recorder, whole: Whole, module: nn.Module) -> Callable[..., Any]:
+    method = getattr(module, whole.method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if recorder.inside:
+            return method(*args, **kwargs)
+        return recorder.guarded(recorder.method, whole, method, args, kwargs)
+
+    return call
+
+
+@contextmanager
+def _own_attribute(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    vars(module)[name] = value
+    try:
+        yield
+    finally:
+        del vars(module)[name]
 
 
 def _unfolded(function: Any) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
-"""Objects of users' own classes that a model returns, such as key-value caches."""
+"""Objects of users' own classes: those that a model returns, such as key-value caches, and the model itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,33 @@ class Build:
         for name, value in self.fixed:
             setattr(made, name, value)
         return made
+
+
+class MethodOf(nn.Module):
+    """A method of the traced model itself, as a module of its graph.
+
+    The model is not a submodule: its parameters and layers are those of the graph module already.
+
+    Args:
+        model: the model.
+        method: the name of the method.
+    """
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        super().__init__()
+        vars(self)["_model"] = (model,)
+        self.method = method
+        self.training = model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method, in the mode that the graph module is in."""
+        model: nn.Module = vars(self)["_model"][0]
+        before, model.training = model.training, self.training
+        try:
+            return getattr(model, self.method)(*args, **kwargs)
+        finally:
+            model.training = before
+
+    def extra_repr(self) -> str:
+        """The name of the method."""
+        return self.method

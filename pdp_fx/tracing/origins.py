@@ -69,7 +69,13 @@ class Origins:
         )
 
     def constant(self, tensor: torch.Tensor) -> Constant:
-        """Take a tensor for a constant."""
+        """Take a tensor for a constant.
+
+        Raises:
+            UnrecordableError: it may have been drawn at random, by numpy or by Python.
+        """
+        if self._watch.has_drawn_outside():
+            raise UnrecordableError("uses random numbers from outside torch")
         made = self._constants[id(tensor)] = Constant(tensor)
         return made
 

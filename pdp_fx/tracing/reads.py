@@ -15,6 +15,8 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     """Run a torch function, and record it unless it only looks at metadata."""
     name = functions.name_of(function)
     if functions.is_setter(function):
+        if name == "requires_grad":
+            return recorder.function(torch.Tensor.requires_grad_, args, kwargs)
         raise UnrecordableError(f"sets the attribute {name} of a tensor")
     if name in functions.SIZES and recorder.origins.is_ragged(args):
         raise UnrecordableError(f"reads a size that depends on the numbers in a tensor ({name})")
@@ -62,7 +64,7 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
         return truth
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):
-        raise UnrecordableError("branches on the numbers in a tensor", recorder.whole_around(frame))
+        raise UnrecordableError("branches on the numbers in a tensor")
     check(recorder, tensor if truth else recorder.function(torch.logical_not, (tensor,), {}))
     return truth
 

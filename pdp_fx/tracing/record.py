@@ -1,33 +1,34 @@
 """One recorded run of a model on its example inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from torch import nn
 
 from pdp_fx.tracing.inputs import ExampleCall, bind
 from pdp_fx.tracing.intercept import listening
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.steps import Recording
+from pdp_fx.tracing.steps import Recording, Whole
 
 
-def record(model: nn.Module, example: ExampleCall, opaque: Mapping[str, str]) -> Recording:
+def record(
+    model: nn.Module, example: ExampleCall, opaque: Mapping[Whole, str], tried: Set[Whole]
+) -> Recording:
     """Run the model, in the mode it is in, and record what it does.
 
     Args:
         model: the model; the caller puts its state back.
         example: the arguments; tensors in them may change.
-        opaque: paths of submodules to keep whole, each with the reason.
+        opaque: modules and methods to keep whole, each with the reason.
+        tried: those that need not be proposed again.
 
     Raises:
-        UnrecordableError: a module does something that a graph cannot hold; the error names it.
+        UnrecordableError: the model does something that a graph cannot hold; the error names the module or method.
     """
-    recorder = Recorder(model, opaque)
+    recorder = Recorder(model, opaque, tried)
     try:
         call = bind(recorder, model, example)
         with listening(recorder):
             result = model(*call.args, **call.kwargs)
-        if recorder.failure is not None:
-            raise recorder.failure
-        return Recording(tuple(recorder.steps), recorder.output(result), frozenset(recorder.scopes))
+        return recorder.finish(result)
     finally:
         recorder.session.open = False

@@ -4,8 +4,9 @@ The recorder is told of every torch function and every module call (`intercept.p
 cannot express raises `UnrecordableError`, which says what has to stay whole; the caller records again.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,10 +19,19 @@ from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.origins import Origins
-from pdp_fx.tracing.preserve import generator_states
 from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.source import source_line
-from pdp_fx.tracing.steps import Attribute, Expr, Scope, Step, UnrecordableError, Whole, is_data, is_ragged
+from pdp_fx.tracing.steps import (
+    Attribute,
+    Expr,
+    Recording,
+    Scope,
+    Step,
+    UnrecordableError,
+    Whole,
+    is_data,
+    is_ragged,
+)
 from pdp_fx.tracing.structure import has_tensors, tensors
 from pdp_fx.tracing.watch import Watch
 
@@ -36,12 +46,14 @@ class Recorder:
     Args:
         model: the model that runs.
         opaque: what to keep whole, each with the reason.
+        tried: what not to propose to keep whole again.
     """
 
-    def __init__(self, model: nn.Module, opaque: Mapping[Whole, str]) -> None:
+    def __init__(self, model: nn.Module, opaque: Mapping[Whole, str], tried: Set[Whole]) -> None:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.opaque = opaque
+        self.tried = tried
         self.session = Session()
         self.steps: list[Step] = []
         self.scope = Scope("")
@@ -66,7 +78,7 @@ class Recorder:
         try:
             return act(*args)
         except UnrecordableError as err:
-            err.whole = err.whole or Whole(self.scope.path)
+            err.whole = err.whole or self._innermost(sys._getframe())
             self.failure = self.failure or err
             raise
 
@@ -118,40 +130,51 @@ class Recorder:
                 step = self.step("call_module", path, args, kwargs)
                 step.reason = self.opaque.get(Whole(path), "")
                 return self._whole(step, call, (module, *args), kwargs)
-        with self._entered(path, module):
+        with self._entered(path):
             return call(module, *args, **kwargs)
 
     def method(self, whole: Whole, method: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a method of a module as one step."""
         with self.silent():
-            step = self.step("call_method", whole.method, (None, *args), kwargs)
-            step.args = (Attribute(whole.path), *step.args[1:])
+            step = self.step("call_module", whole, args, kwargs)
+            if whole.path:
+                step.op, step.target, step.args = "call_method", whole.method, (Attribute(whole.path), *step.args)
             step.reason = self.opaque[whole]
             result = self._whole(step, method, args, kwargs)
-        if self.watch.read_weights:
-            instead = Whole(self.scope.path)
-            raise UnrecordableError(step.reason, instead, instead_of=whole)
+        if self.watch.read_weights and self.scope.path:
+            raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
         return result
 
     def _whole(self, step: Step, call: Call, args: Args, kwargs: Kwargs) -> Any:
         operands = list(tensors((args, kwargs)))
         result, changed = self._run_and_compare(call, args, kwargs, step, operands)
+        if step.reason:
+            self.watch.allow_drawn()
         if self.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
             raise UnrecordableError(f"gets a number from {step.target} that depends on numbers in a tensor")
         return self._commit(step, result, changed)
 
     @contextmanager
-    def _entered(self, path: str, module: nn.Module) -> Iterator[None]:
+    def _entered(self, path: str) -> Iterator[None]:
         self._calls[path] += 1
         outer, self.scope = self.scope, Scope(path, self._calls[path], self.scope)
         self.scopes.add(self.scope)
-        generators = generator_states()
         try:
             yield
-            if generator_states() != generators:
-                raise UnrecordableError("draws random numbers outside torch", Whole(path))
+            self._check_generators()
         finally:
             self.scope = outer
+
+    def _check_generators(self) -> None:
+        if self.watch.has_drawn_outside():
+            raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
+
+    def finish(self, result: Any) -> Recording:
+        """The recording of a run that is over and gave this result."""
+        if self.failure is not None:
+            raise self.failure
+        self._check_generators()
+        return Recording(tuple(self.steps), self.arguments.output(result), frozenset(self.scopes))
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -202,22 +225,21 @@ class Recorder:
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.run(torch.Tensor.view_as, (tensor, tensor), {})
 
-    def whole_around(self, frame: FrameType | None) -> Whole:
+    def _innermost(self, frame: FrameType | None) -> Whole:
         """What has to stay whole for the sake of a frame.
 
-        That is the innermost method of a module of the model, other than `forward`, on the way from the forward of
-        the current module to the frame, or else the current module.
+        That is the innermost method of one of the model's modules, other than `forward`, between the forward of the
+        current module and the frame, or else the current module.
         """
         while frame is not None:
             owner, name = frame.f_locals.get("self"), frame.f_code.co_name
-            path = self.paths.get(id(owner)) if isinstance(owner, nn.Module) else None
+            path = self.paths.get(id(owner))
             if path == self.scope.path and name == "forward":
                 break
             function = getattr(getattr(owner, name, None), "__func__", None)
-            method = getattr(function, "__code__", None) is frame.f_code and not name.startswith("__")
-            if path is not None and method and name not in ("forward", "_call_impl", "_wrapped_call_impl"):
+            if path is not None and name != "forward" and getattr(function, "__code__", None) is frame.f_code:
                 whole = Whole(path, name)
-                if whole not in self.opaque:
+                if whole not in self.tried and not name.startswith("_call_impl"):
                     return whole
             frame = frame.f_back
         return Whole(self.scope.path)

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 
 
+DIFFERS_BY_MODE = "acts differently in training mode"
+"""Why a module without weights is kept whole although its data do not decide what it does."""
+
+
 @dataclass(frozen=True)
 class Scope:
     """One call of a module: its path, and the how manieth call of that path it is.
@@ -25,13 +29,24 @@ class Scope:
     parent: "Scope | None" = None
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A module, or one method of it, whose call is one step: the tracer does not look inside."""
+
+    path: str
+    method: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the model'}.{self.method}" if self.method else self.path
+
+
 @dataclass(eq=False)
 class Step:
     """One recorded call.
 
     Attributes:
         op: `placeholder`, `call_function`, `call_method` or `call_module`, as in `torch.fx`.
-        target: as in `torch.fx`.
+        target: as in `torch.fx`; a method of the model itself, as a `call_module` of a `Whole`.
         args: positional arguments; values stand for what was computed.
         kwargs: keyword arguments, likewise.
         scope: the module call that it happened in.
@@ -45,7 +60,7 @@ class Step:
     """
 
     op: str
-    target: str | Callable[..., Any]
+    target: str | Whole | Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     scope: Scope
@@ -104,13 +119,15 @@ class UnrecordableError(Exception):
 
     Attributes:
         reason: what it does, as the end of a sentence that begins with the module.
-        path: the module that has to stay opaque.
+        whole: what has to stay whole, for now None if that is the innermost module or method.
+        instead_of: what was kept whole in vain.
     """
 
-    def __init__(self, reason: str, path: str | None = None) -> None:
+    def __init__(self, reason: str, whole: "Whole | None" = None, instead_of: "Whole | None" = None) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.path = path
+        self.whole = whole
+        self.instead_of = instead_of
 
 
 def is_data(value: Any) -> bool:

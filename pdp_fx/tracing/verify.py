@@ -1,13 +1,15 @@
 """Running a model or its graph on the example inputs, and comparing the two bit for bit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pdp_fx.tracing.inputs import ExampleCall
-from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.preserve import generator_states, preserved
 from pdp_fx.tracing.structure import tensors
 
 
@@ -19,13 +21,15 @@ class Outcome:
         kind: the type of what the model returned.
         results: the tensors in it.
         buffers: the buffers afterwards, by name.
-        generator: the state of the random number generator afterwards.
+        generator: the state of torch's random number generator afterwards.
+        other_generators: the states of Python's and numpy's.
     """
 
     kind: type
     results: tuple[torch.Tensor, ...]
     buffers: Mapping[str, torch.Tensor]
     generator: torch.Tensor
+    other_generators: tuple[Any, ...]
 
     def is_near(self, other: "Outcome") -> bool:
         """Whether another run gives the same up to rounding: a thousand times the precision, of the output's scale."""
@@ -45,7 +49,8 @@ class Outcome:
         for name, buffer in self.buffers.items():
             if name not in other.buffers or not _identical(buffer, other.buffers[name]):
                 return f"leaves another value in the buffer {name}"
-        return "" if torch.equal(self.generator, other.generator) else "draws other random numbers"
+        same = self.other_generators == other.other_generators and torch.equal(self.generator, other.generator)
+        return "" if same else "draws other random numbers"
 
 
 def run(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
@@ -53,10 +58,15 @@ def run(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
     call = example.fresh()
     with preserved(model):
         model.train(training)
-        output = model(*call.args, **call.kwargs)
+        output = _call(model)(*call.args, **call.kwargs)
         results = tuple(tensor.detach().clone() for tensor in tensors(output))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        return Outcome(type(output), results, buffers, torch.get_rng_state())
+        return Outcome(type(output), results, buffers, torch.get_rng_state(), generator_states())
+
+
+def _call(model: nn.Module) -> Callable[..., Any]:
+    """What calls a model; a graph module, called as such, would print its code after an error."""
+    return partial(nn.Module.__call__, model) if isinstance(model, fx.GraphModule) else model
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from pdp_fx.tracing.preserve import generator_states
 
 # Custom operators carry no tags; these are known to give sizes that follow from the sizes of their arguments.
 _REGULAR_CUSTOM = frozenset(
@@ -23,22 +25,24 @@ class Watch(TorchDispatchMode):
     """Notes which storages come from this run, and what the current call does.
 
     Args:
-        owned: tensors of the model; a tensor of unknown origin that shares memory with them is not a constant.
+        model: the model; a tensor of unknown origin that shares memory with its tensors is no constant.
 
     Attributes:
         random: whether the current call changed the state of a generator.
         ragged: whether it gave a size that depends on numbers.
         read_numbers: whether it read a number out of a tensor.
+        read_weights: whether it used a parameter of the model.
     """
 
-    def __init__(self, owned: Iterable[torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.random = False
         self.ragged = False
         self.read_numbers = False
-        self._ours: set[int] = set()
-        for tensor in owned:
-            self.own(tensor)
+        self.read_weights = False
+        self._generators = generator_states()
+        self._weights = {storage_of(parameter) for parameter in model.parameters()}
+        self._ours = self._weights | {storage_of(buffer) for buffer in model.buffers()}
 
     def own(self, tensor: torch.Tensor) -> None:
         """Take the storage of a tensor for one of the run."""
@@ -48,10 +52,18 @@ class Watch(TorchDispatchMode):
         """Whether the memory of a tensor belongs to the model or was allocated in this run."""
         return storage_of(tensor) in self._ours
 
+    def has_drawn_outside(self) -> bool:
+        """Whether traced code drew random numbers from Python's or numpy's generator."""
+        return generator_states() != self._generators
+
+    def allow_drawn(self) -> None:
+        """Forget random numbers drawn so far: code that is kept whole drew them and will draw them again."""
+        self._generators = generator_states()
+
     @contextmanager
     def watching(self) -> Iterator["Watch"]:
         """Watch one call: the attributes tell about it afterwards."""
-        self.random = self.ragged = self.read_numbers = False
+        self.random = self.ragged = self.read_numbers = self.read_weights = False
         state = torch.default_generator.get_state()
         yield self
         self.random = self.random or not torch.equal(state, torch.default_generator.get_state())
@@ -73,6 +85,7 @@ class Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
             self.random = True
         mine = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+        self.read_weights = self.read_weights or not mine.isdisjoint(self._weights)
         self._ours |= {storage_of(tensor) for tensor in _tensors(result)} - mine
         return result
 

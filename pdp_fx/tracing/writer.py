@@ -14,7 +14,8 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from pdp_fx.tracing.modes import When
-from pdp_fx.tracing.steps import Step
+from pdp_fx.tracing.objects import MethodOf
+from pdp_fx.tracing.steps import Step, Whole
 
 _DRAWS_IN_TRAINING = (_DropoutNd, nn.RNNBase, nn.RReLU, nn.MultiheadAttention)
 _ALWAYS_DRAWS = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -39,10 +40,13 @@ class Writer:
 
     Args:
         tree: the modules of the graph module to be; constants and the root's training flag are added to it.
+        model: the model, for those of its methods that are kept whole.
     """
 
-    def __init__(self, tree: nn.Module) -> None:
+    def __init__(self, tree: nn.Module, model: nn.Module) -> None:
         self.tree = tree
+        self._model = model
+        self._methods: dict[Whole, str] = {}
         self.graph = fx.Graph()
         self.protected: set[fx.Node] = set()
         self._meta: dict[str, str] = {}
@@ -59,15 +63,26 @@ class Writer:
 
     def step(self, step: Step, args: Any, kwargs: Any, gate: Gate | None = None) -> fx.Node:
         """Write a step."""
-        if gate is not None:
-            node = self._gated(step.op, step.target, args, kwargs, gate)
+        target = self._method(step.target) if isinstance(step.target, Whole) else step.target
+        if gate is None:
+            node = self._node(step.op, target, args, kwargs)
+        elif step.op == "call_method" and step.reason:
+            bound = self.expression(getattr, (args[0], target), {})
+            node = self._gated("call_function", operator.call, (bound, *args[1:]), kwargs, gate)
         else:
-            node = self._node(step.op, step.target, args, kwargs)
+            node = self._gated(step.op, target, args, kwargs, gate)
         if step.reason:
             node.meta["opaque"] = step.reason
         if step.observed or step.random:
             self.protected.add(node)
         return node
+
+    def _method(self, whole: Whole) -> str:
+        """The child of the tree that calls a method of the model."""
+        if whole not in self._methods:
+            name = self._methods[whole] = self._free_name(whole.method, numbered=False)
+            self.tree.add_module(name, MethodOf(self._model, whole.method))
+        return self._methods[whole]
 
     def attribute(self, path: str) -> fx.Node:
         """A parameter, a buffer or a module."""
@@ -85,17 +100,21 @@ class Writer:
         self._constants.append((tensor, name))
         return self.attribute(name)
 
-    def expression(self, call: str | Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+    def expression(
+        self, call: str | Callable[..., Any], args: Any, kwargs: Any, gate: Gate | None = None
+    ) -> fx.Node:
         """A call without side effects, right behind the last of its operands."""
         key = (call, _hashable(args), _hashable(kwargs))
         if key not in self._expressions:
-            self._expressions[key] = self._hoisted(call, args, kwargs)
+            self._expressions[key] = self._hoisted(call, args, kwargs, gate)
         return self._expressions[key]
 
-    def _hoisted(self, call: str | Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+    def _hoisted(
+        self, call: str | Callable[..., Any], args: Any, kwargs: Any, gate: Gate | None
+    ) -> fx.Node:
         operands = _nodes((args, kwargs))
         op = "call_method" if isinstance(call, str) else "call_function"
-        gate = self.gate_of(operands)
+        gate = self.gate_of(operands) or gate
         if not operands or gate is not None:
             return self._gated(op, call, args, kwargs, gate) if gate else self._node(op, call, args, kwargs)
         anchor = max(operands)
@@ -128,12 +147,12 @@ class Writer:
 
     def is_harmless(self, step: Step, training: bool) -> bool:
         """Whether a step of one mode (training or not) may also run in the other."""
-        if step.observed or step.target in _CHANGES_STATE:
+        if step.observed or step.reason or step.target in _CHANGES_STATE:
             return False
         if step.op != "call_module":
             return not step.random
         module = self.tree.get_submodule(str(step.target))
-        if step.reason or isinstance(module, _ALWAYS_DRAWS):
+        if isinstance(module, _ALWAYS_DRAWS):
             return False
         return training or not (isinstance(module, _DRAWS_IN_TRAINING) or any(True for _ in module.buffers()))
 

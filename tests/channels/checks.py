@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule
+from pdp_fx.masks import ChannelMask
 from pdp_fx.ops.kinds import named_modules
-from pdp_fx.pruner import find
+from pdp_fx.pruner import Pruner, find, parameters_of
 from pdp_fx.spec import Allocation
 
 ROUNDING = 1e-14
@@ -98,37 +100,48 @@ def assert_same_state(model: nn.Module, before: dict[str, Tensor], when: str) ->
 def check_exact(
     model: nn.Module,
     batches: Callable[[int], tuple[Any, ...]],
-    ratio: float,
-    allocation: Allocation,
+    rule: Channels,
+    allocation: Allocation = "uniform",
     other_batch: int | None = 3,
 ) -> Outcome:
-    """Prepare, train, step and convert a float64 model; compare outputs all the way.
+    """Prepare, train, step and convert a float64 model; compare outputs and sizes all the way.
+
+    Args:
+        model: in float64; its vectors are overwritten with random values.
+        batches: inputs for a batch size.
+        rule: what to prune.
+        allocation: as in `PruneSpec`.
+        other_batch: another batch size to compare on, or None where the model takes one size only.
 
     Raises:
-        AssertionError: the outputs differ, or the user's model was changed.
+        AssertionError: outputs differ, sizes are not exact, or the user's model was changed.
     """
     example, other = batches(2), batches(other_batch or 2)
     randomise(model)
+    spec = PruneSpec(rule, (), Schedule(0, 1.0), 1e-4, allocation)
     before = state_of(model)
-    prepared = pdp_fx.prepare(
-        model, PruneSpec(Channels(ratio=ratio), (), Schedule(0, 1.0), 1e-4, allocation), example
-    )
+    prepared = pdp_fx.prepare(model, spec, example)
     assert_same_state(model, before, "prepare")
     for batch in (example, other):
         assert difference(model.eval(), prepared.eval(), batch) <= ROUNDING, "prepare changed the function"
     train(prepared, [batches(2) for _ in range(3)])
     pdp_fx.step(prepared)
     train(prepared, [batches(2)])
-    return _check_converted(model, prepared.eval(), [example, other])
-
-
-def _check_converted(model: nn.Module, prepared: fx.GraphModule, batches: list[tuple[Any, ...]]) -> Outcome:
-    found = find(prepared)
-    assert found is not None
-    pruner = found[1]
-    reasons = tuple(str(reason) for group in pruner.kept for reason in group.reasons)
+    pruner = pruner_of(prepared.eval())
+    reasons = reasons_of(pruner)
     if not any(int(mask.count) for _, mask in pruner.mask_items()):
         return Outcome(0, reasons)
+    converted = check_converted(model, prepared, [example, other])
+    check_sizes(pruner, prepared, converted)
+    left = widths(converted)
+    removed = sum(size - left[name] for name, size in widths(model).items() if name in left)
+    return Outcome(removed, reasons)
+
+
+def check_converted(
+    model: nn.Module, prepared: fx.GraphModule, batches: list[tuple[Any, ...]]
+) -> fx.GraphModule:
+    """Convert and compare with the prepared model; neither it nor the user's model may change."""
     before, prepared_before = state_of(model), state_of(prepared)
     converted = pdp_fx.convert(prepared)
     assert_same_state(model, before, "convert")
@@ -136,6 +149,37 @@ def _check_converted(model: nn.Module, prepared: fx.GraphModule, batches: list[t
     for batch in batches:
         found = difference(prepared, converted, batch)
         assert found <= EXACT, f"converted differs by {found:.1e}"
-    left = widths(converted)
-    removed = sum(size - left[name] for name, size in widths(model).items() if name in left)
-    return Outcome(removed, reasons)
+    return converted
+
+
+def pruner_of(prepared: fx.GraphModule) -> Pruner:
+    """The state that `prepare` has added."""
+    found = find(prepared)
+    assert found is not None
+    return found[1]
+
+
+def reasons_of(pruner: Pruner) -> tuple[str, ...]:
+    """Why channels stay; every group that stays must say so."""
+    silent = [group.name for group in pruner.kept if not group.reasons]
+    assert not silent, f"{silent} stay without a reason"
+    return tuple(str(reason) for group in pruner.kept for reason in group.reasons)
+
+
+def check_sizes(pruner: Pruner, prepared: fx.GraphModule, converted: fx.GraphModule) -> None:
+    """Every axis of every parameter loses exactly the channels that the masks have dropped."""
+    masks = [mask for _, mask in pruner.mask_items() if isinstance(mask, ChannelMask)]
+    assert [int(mask.count) for mask in masks] == [int(mask.target) for mask in masks]
+    dropped: list[int] = []
+    for (group, _), mask in zip(pruner.groups, masks, strict=True):
+        gone = mask.pruned(*parameters_of(prepared, mask))
+        assert int(gone.sum()) == int(mask.count), (
+            f"{group.name} drops {int(gone.sum())}, not {int(mask.count)}"
+        )
+        dropped += group.classes[gone.numpy()].tolist()
+    assert pruner.channels is not None
+    left = dict(converted.named_parameters())
+    for slot, classes in pruner.channels.slots.items():
+        if slot.tensor in left:
+            expected = len(classes) - int(np.isin(classes, dropped).sum())
+            assert left[slot.tensor].shape[slot.axis] == expected, f"{slot} has not {expected} entries"

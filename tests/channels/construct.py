@@ -21,6 +21,7 @@ class Construct:
             under uniform allocation; 0 says that none can.
         reason: text that must be among the reasons why channels stay; empty when nothing need be said.
         batches: whether the net takes another batch size than the one it was traced with.
+        through_norms: whether channels that a norm runs over may go too, with masked statistics.
     """
 
     net: Callable[[], nn.Module]
@@ -28,6 +29,7 @@ class Construct:
     removed: int = 0
     reason: str = ""
     batches: bool = True
+    through_norms: bool = False
 
     @property
     def name(self) -> str:

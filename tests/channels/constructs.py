@@ -4,8 +4,17 @@ from tests.channels.construct import Construct
 from tests.channels.nets_attention import ATTENTION
 from tests.channels.nets_convolutions import CONVOLUTIONS
 from tests.channels.nets_layout import LAYOUT
+from tests.channels.nets_norms import NORMS
 from tests.channels.nets_refusals import REFUSALS
 from tests.channels.nets_reshaping import RESHAPING
 from tests.channels.nets_sharing import SHARING
 
-CONSTRUCTS: tuple[Construct, ...] = (*CONVOLUTIONS, *SHARING, *LAYOUT, *RESHAPING, *ATTENTION, *REFUSALS)
+CONSTRUCTS: tuple[Construct, ...] = (
+    *CONVOLUTIONS,
+    *SHARING,
+    *LAYOUT,
+    *RESHAPING,
+    *ATTENTION,
+    *NORMS,
+    *REFUSALS,
+)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdp_fx.spec import Allocation
+from pdp_fx.spec import Allocation, Channels
 from tests.channels.random_nets import Step
 
 
@@ -12,7 +12,7 @@ class Found:
 
     name: str
     steps: tuple[Step, ...]
-    ratio: float = 0.7
+    rule: Channels = Channels(ratio=0.7)
     allocation: Allocation = "uniform"
 
 
@@ -23,13 +23,18 @@ FOUND = (
     ),
     Found(
         "channels that nobody reads have no place for a mask",
-        (Step("conv", (0,)), Step("pad_pixels", (1,), 2), Step("slice_half", (2,)), Step("sum_channels", (3,))),
-        0.2,
+        (
+            Step("conv", (0,)),
+            Step("pad_pixels", (1,), 2),
+            Step("slice_half", (2,)),
+            Step("sum_channels", (3,)),
+        ),
+        Channels(ratio=0.2),
     ),
     Found(
         "all channels of a pixel shuffle are one",
         (Step("conv", (0,)), Step("pixel_shuffle", (1,))),
-        0.2,
+        Channels(ratio=0.2),
     ),
     Found(
         "a slice of channels is left with fewer than it takes",
@@ -43,7 +48,7 @@ FOUND = (
     Found(
         "both halves of half of the channels",
         (Step("conv_bn_relu", (0,)), Step("slice_half", (1,)), Step("conv", (2,)), Step("halves", (2,))),
-        0.5,
+        Channels(ratio=0.5),
     ),
     Found(
         "picked channels of a grouped convolution",

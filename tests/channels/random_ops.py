@@ -88,7 +88,8 @@ POINTWISE: dict[str, Pure] = {
     "dropout": (same, lambda x, k: F.dropout(x, 0.2, training=False)),
 }
 
-PURE: dict[str, Pure] = POINTWISE | {
+PURE: dict[str, Pure] = {
+    **POINTWISE,
     "softmax_channels": (only("image"), lambda x, k: x.softmax(1)),
     "softmax_tokens": (only("tokens"), lambda x, k: x.softmax(1)),
     "cumsum_channels": (only("image"), lambda x, k: x.cumsum(1)),

@@ -1,0 +1,146 @@
+"""Norms whose statistics run over channels: with masked statistics even those channels can go."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.channels.construct import Construct, images, sequences
+from tests.channels.nets_refusals import LayerNormOfImage, RmsNormByHand, RmsNormStream
+
+
+class ThroughLayerNormOfImage(LayerNormOfImage):
+    pass
+
+
+class ThroughRmsNorm(RmsNormStream):
+    pass
+
+
+class ThroughRmsNormByHand(RmsNormByHand):
+    pass
+
+
+class TransformerBlock(nn.Module):
+    """A residual stream that norms read, and that a table and positions start (GPT-2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.places = nn.Linear(6, 8), nn.Parameter(torch.randn(1, 5, 8))
+        self.first, self.second, self.last = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8, eps=1e-3)
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) + self.places
+        b, t, _ = x.shape
+        q, k, v = (
+            part.view(b, t, 2, -1).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, dim=-1)
+        )
+        weight = (q @ k.transpose(-2, -1) * 0.5).softmax(-1)
+        x = x + self.out((weight @ v).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.second(x))))
+        return self.head(self.last(x))
+
+
+class GroupNormResidual(nn.Module):
+    """A stream under GroupNorms of two group counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.head = (
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.Conv2d(16, 5, 1),
+        )
+        self.first, self.last = nn.GroupNorm(2, 16), nn.GroupNorm(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.inner(F.relu(self.first(x)))
+        return self.head(F.relu(self.last(x)))
+
+
+class NormOfJoined(nn.Module):
+    """One norm over two layers' channels side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 8), nn.Linear(6, 4)
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(torch.cat([self.left(x), self.right(x)], -1))))
+
+
+class NormWithInput(nn.Module):
+    """The norm runs over channels that can go and over the input's, which cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.norm, self.head = nn.Linear(6, 8), nn.LayerNorm(14), nn.Linear(14, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.cat([self.left(x), x], -1)))
+
+
+class NormWithoutAffineParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = (
+            nn.Linear(6, 8),
+            nn.LayerNorm(8, elementwise_affine=False),
+            nn.Linear(8, 5),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.gelu(self.norm(F.relu(self.stem(x)))))
+
+
+class FunctionalLayerNorm(nn.Module):
+    """The number of channels is written into the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.weight, self.bias = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.layer_norm(self.stem(x), (8,), self.weight, self.bias))
+
+
+class NormOfTwoAxes(nn.Module):
+    """Channels and pixels are normed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.LayerNorm([8, 4, 4]), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.stem(x)))
+
+
+class SharedNorm(nn.Module):
+    """One norm for two streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.norm = nn.Linear(6, 8), nn.Linear(6, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.norm(self.left(x)), F.relu(self.norm(self.right(x)))], -1))
+
+
+NORMS = (
+    Construct(ThroughLayerNormOfImage, images(), removed=7, through_norms=True),
+    Construct(ThroughRmsNorm, sequences(), removed=16, through_norms=True),
+    Construct(ThroughRmsNormByHand, sequences(), removed=16, through_norms=True),
+    Construct(TransformerBlock, sequences(), removed=32, through_norms=True),
+    Construct(GroupNormResidual, images(), removed=16, through_norms=True),
+    Construct(NormOfJoined, sequences(), removed=6, through_norms=True),
+    Construct(NormWithInput, sequences(), removed=4, through_norms=True),
+    Construct(NormWithoutAffineParts, sequences(), removed=4, through_norms=True),
+    Construct(FunctionalLayerNorm, sequences(), removed=4, through_norms=True),
+    Construct(NormOfTwoAxes, images(), through_norms=True, reason="statistics of layer_norm"),
+    Construct(SharedNorm, sequences(), removed=8, through_norms=True),
+)

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from torch import nn
+
+import pdp_fx
+from pdp_fx import Channels
+from pdp_fx.channels.analysis import ChannelMap, analyse
+from pdp_fx.mac_model import mac_model
+from pdp_fx.trace import trace
+from tests.nets import NETS, at_once, counts, net, prepare_until, pruned, state
+
+
+def counted(model: nn.Module, x: torch.Tensor) -> int:
+    """Multiply-accumulates of one example, read off the layers while they run."""
+    total = 0
+
+    def count(module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        nonlocal total
+        total += module.get_parameter("weight").numel() * out[0, 0].numel()
+
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    model.eval()(x)
+    for handle in handles:
+        handle.remove()
+    return total
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_dense_count_is_that_of_the_layers(name: str) -> None:
+    model, x = net(name)
+    found = analyse(trace(model, x), ((x,), {}), frozenset())
+    assert mac_model(found, []).macs([]) == counted(model, x)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_the_count_of_a_pruned_model_is_foretold_exactly(name: str, ratio: float) -> None:
+    model, x = net(name)
+    prepared = pruned(model, Channels(ratio=ratio), x)
+    foretold = state(prepared).mac_model
+    assert foretold is not None
+    assert foretold.macs(list(counts(prepared).values())) == counted(pdp_fx.convert(prepared), x)
+
+
+def test_macs_are_per_example_at_the_resolution_of_the_inputs() -> None:
+    model, _ = net("conv")
+    for batch, size in ((1, 8), (5, 8), (2, 12)):
+        x = torch.randn(batch, 3, size, size)
+        found = analyse(trace(model, x), ((x,), {}), frozenset())
+        assert mac_model(found, []).macs([]) == counted(model, x)
+
+
+def test_groups_that_are_not_pruned_count_as_they_are() -> None:
+    model, x = net("residual")
+    _, ctx = prepare_until(model, at_once(Channels(ratio=0.5)), x, "label-channels")
+    found = ctx.get(ChannelMap)
+    (group,) = [group for group in found.groups if group.name == "expand.0"]
+    only = mac_model(found, [group])
+    assert only.widths == (16,)
+    dense = counted(model, x)
+    # Eight of sixteen hidden channels: half of expand, depthwise and project.
+    assert dense - only.macs([8]) == 64 * (16 * 8 + 16 * 9 + 16 * 8) / 2
+
+
+def test_a_weight_used_twice_counts_twice() -> None:
+    model, x = net("tied")
+    found = analyse(trace(model, x), ((x,), {}), frozenset())
+    assert [c.weight for c in found.contractions].count("encoder.weight") == 2
