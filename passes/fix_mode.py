@@ -40,7 +40,7 @@ class FixMode(Pass):
                 known[node] = None
         calls = [node for node in gm.graph.nodes if isinstance(node.target, When) and node not in known]
         for node in calls:
-            _call_plainly(node, node.target.function)
+            _call_plainly(gm.graph, node, node.target.function)
         for node in reversed(known):
             _erase(gm.graph, node, known)
         return bool(known or calls)
@@ -64,12 +64,17 @@ def _is_flag(node: fx.Node, modules: frozenset[str]) -> bool:
     return node.args[0].op == "get_attr" and str(node.args[0].target) in modules
 
 
-def _call_plainly(node: fx.Node, function: Any) -> None:
-    """Turn a call that had a condition into one without."""
-    node.target, node.args = function, node.args[1:]
-    if function is operator.call:
-        module = node.all_input_nodes[0]
-        node.op, node.target, node.args = "call_module", module.target, node.args[1:]
+def _call_plainly(graph: fx.Graph, node: fx.Node, function: Any) -> None:
+    """Put a call without a condition in the place of one that had one."""
+    with graph.inserting_before(node):
+        if function is operator.call:
+            module = node.all_input_nodes[0]
+            plain = graph.call_module(str(module.target), node.args[2:], node.kwargs)
+        else:
+            plain = graph.call_function(function, node.args[1:], node.kwargs)
+    plain.meta = dict(node.meta)
+    node.replace_all_uses_with(plain)
+    graph.erase_node(node)
 
 
 def _erase(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, Any]) -> None:

@@ -26,7 +26,10 @@ AXIS, GROUP = 0, 1
 """The two sides, as networkx's bipartite algorithms name them."""
 
 
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm,
+)  # fmt: skip
 
 
 def axis_name(slot: Slot) -> str:

@@ -130,7 +130,7 @@ def _draw_bar(axes: Axes, bar: Bar, fill: str, ink: str, scale: float) -> None:
     axes.add_patch(box)
     stays = " stay" if bar.kind == "frozen" else ""
     unit = "channel" if bar.width == 1 else "channels"
-    place = {"ha": "center", "va": "center", "color": ink, "zorder": 5}
+    place: dict[str, Any] = {"ha": "center", "va": "center", "color": ink, "zorder": 5}
     axes.text(bar.lane + 0.5, bar.first + 0.15, _short(bar.group), **place, fontsize=7 * scale, weight="bold")
     axes.text(bar.lane + 0.5, bar.first + 1.05, f"{bar.width} {unit}{stays}", **place, fontsize=6.5 * scale)
 

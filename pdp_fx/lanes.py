@@ -69,7 +69,7 @@ class Picture:
 
 def lay_out(graph: Graph) -> Picture:
     """Lay out the graph that `pdp_fx.channel_graph` gives."""
-    axes = [axis for axis, side in graph.nodes(data="bipartite") if side == AXIS]
+    axes = [axis for axis, node in graph.nodes(data=True) if node["bipartite"] == AXIS]
     rows = _rows(graph, axes)
     bars = _bars(graph, rows)
     lane = {bar.group: bar.lane for bar in bars}
@@ -107,7 +107,7 @@ def _rows(graph: Graph, axes: list[str]) -> dict[str, int]:
 
 def _bars(graph: Graph, rows: dict[str, int]) -> list[Bar]:
     """Place the groups in lanes, the longest first, each as far to the left as it fits."""
-    groups = [group for group, side in graph.nodes(data="bipartite") if side == GROUP]
+    groups = [group for group, node in graph.nodes(data=True) if node["bipartite"] == GROUP]
     places = {group: [rows[graph.nodes[axis]["module"]] for axis in graph[group]] for group in groups}
     spans = {group: (min(found) - HEAD, max(found)) for group, found in places.items()}
     lanes: list[list[tuple[int, int]]] = []

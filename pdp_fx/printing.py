@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
-from pdp_fx.masks import Mask
+from pdp_fx.channels.flow import place_arguments
+from pdp_fx.example_inputs import Inputs, fresh, matching, normalised, trial
+from pdp_fx.masks import MILLION, ChannelMask, Mask, MaskLayout, NMMask
+from pdp_fx.ops.explicit import mask_axis
 from pdp_fx.trace import ExampleInputs, trace
 
-HEADERS = ("node", "does", "reads", "shape", "channels", "source")
+HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
+NEEDED = 3
+"""The first columns are always shown, the others where they say something."""
+
+Shape = tuple[int, ...]
 
 
-def print_graph(model: nn.Module, example_inputs: ExampleInputs = None) -> None:
+def print_graph(model: nn.Module, example_inputs: ExampleInputs | None = None) -> None:
     """Print the graph of ``model``, one line a node; a plain module is traced first.
 
     Args:
         model: a prepared or converted model, or any module.
-        example_inputs: what to trace a plain module with, where that needs a run.
+        example_inputs: what to run the model on, for the shapes of a model that was not prepared with
+            example inputs, and where a plain module cannot be traced without a run.
     """
     print(graph_text(model, example_inputs))
 
 
-def graph_text(model: nn.Module, example_inputs: ExampleInputs = None) -> str:
-    """The graph as a table: node, what it does, what it reads, shape, channel group, source line.
+def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) -> str:
+    """The graph as a table: node, what it does, what it reads, shape, channel group, mask, source line.
 
-    Names and order are those of the graph. Shapes and groups are known of models that were prepared
-    with example inputs; mask nodes are marked with a star.
+    Names and order are those of the graph. The nodes that compute or apply a mask are marked with a star,
+    and the mask column says how much they prune now; of other nodes it says what they read masked.
     """
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
-    rows = [_row(gm, node) for node in gm.graph.nodes]
-    used = [index for index in range(len(HEADERS)) if index < 3 or any(row[index] for row in rows)]
+    inputs = normalised(example_inputs)
+    measured = {} if inputs is None else _measured(gm, inputs)
+    rows = [_row(gm, node, measured) for node in gm.graph.nodes]
+    used = [index for index in range(len(HEADERS)) if index < NEEDED or any(row[index] for row in rows)]
     return tabulate(
         [[row[index] for index in used] for row in rows],
         headers=[HEADERS[index] for index in used],
@@ -41,31 +52,99 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs = None) -> str:
     )
 
 
-def _row(gm: fx.GraphModule, node: fx.Node) -> tuple[str, ...]:
-    shape = node.meta.get("shape") or _stored_shape(gm, node)
+class _ShapeRun(fx.Interpreter):
+    """Runs a graph and notes the shape of every tensor that a node gives."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.shapes: dict[str, Shape] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.shapes[n.name] = tuple(result.shape)
+        return result
+
+
+def _measured(gm: fx.GraphModule, inputs: Inputs) -> dict[str, Shape]:
+    run = _ShapeRun(gm)
+    with trial(gm):
+        run.run(*place_arguments(gm, fresh(matching(inputs, gm))))
+    return run.shapes
+
+
+def _row(gm: fx.GraphModule, node: fx.Node, measured: dict[str, Shape]) -> tuple[str, ...]:
+    shape = measured.get(node.name) or _shape(gm, node)
     return (
         node.name,
         _does(gm, node),
         _reads(node),
-        "x".join(str(size) for size in shape or ()),
+        "x".join(str(size) for size in shape),
         str(node.meta.get("group", "")),
-        str(node.meta.get("source", "")),
+        _mask_text(gm, node),
+        "" if node.op == "placeholder" else str(node.meta.get("source", "")),
     )
+
+
+def _shape(gm: fx.GraphModule, node: fx.Node) -> Shape:
+    """The shape that is known without a run."""
+    known = node.meta.get("shape")
+    if known:
+        return tuple(known)
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        stored = getattr(gm.get_submodule(owner), name, None)
+        return tuple(stored.shape) if isinstance(stored, Tensor) else ()
+    module = _module(gm, node)
+    if isinstance(module, ChannelMask):
+        return (module.width,)
+    if isinstance(module, MaskLayout):
+        return tuple(module.index.shape)
+    sources = node.all_input_nodes
+    return _shape(gm, sources[0]) if _is_mask(gm, node) and sources else ()
+
+
+def _module(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _is_mask(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node computes a mask, lays it out, or multiplies a parameter by it."""
+    return isinstance(_module(gm, node), (Mask, MaskLayout)) or node.target is mask_axis
+
+
+def _mask_text(gm: fx.GraphModule, node: fx.Node) -> str:
+    """How much a mask prunes now; of any other node, which of its inputs are masked."""
+    module = _module(gm, node)
+    if isinstance(module, Mask):
+        return _pruned_now(gm, module)
+    if _is_mask(gm, node):
+        return ""
+    given = [(f"input {place}", value) for place, value in enumerate(node.args)]
+    given += list(node.kwargs.items())
+    return ", ".join(name for name, value in given if isinstance(value, fx.Node) and _is_mask(gm, value))
+
+
+def _pruned_now(gm: fx.GraphModule, mask: Mask) -> str:
+    if isinstance(mask, NMMask):
+        return f"{mask.keep}:{mask.of}, {int(mask.count) / MILLION:g} of {mask.of} pruned"
+    if isinstance(mask, ChannelMask):
+        return f"channels, {mask.pruned_now} of {mask.width} pruned"
+    return f"weights, {mask.pruned_now} of {gm.get_parameter(mask.parameters_read[0]).numel()} pruned"
 
 
 def _does(gm: fx.GraphModule, node: fx.Node) -> str:
     target: Any = node.target
-    if node.op == "call_module":
-        module = gm.get_submodule(target)
-        if isinstance(module, Mask):
-            return f"* {type(module).__name__}({module.extra_repr()})"
-        return f"{type(module).__name__.removeprefix('Explicit')} {target}"
+    module = _module(gm, node)
+    if module is not None:
+        name = type(module).__name__
+        return f"* {name}" if _is_mask(gm, node) else f"{name.removeprefix('Explicit')} {target}"
     if node.op == "get_attr":
         return f"parameter {target}"
     if node.op == "call_method":
         return f".{target}()"
     if node.op == "call_function":
-        name = getattr(target, "__name__", str(target))
+        name = getattr(target, "__name__", type(target).__name__)
         return f"* {name}" if getattr(target, "__module__", "").startswith("pdp_fx.ops") else name
     return {"placeholder": "input", "output": "output"}[node.op]
 
@@ -75,23 +154,29 @@ def _reads(node: fx.Node) -> str:
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, (tuple, list)):
-            return "[" + ", ".join(text(item) for item in value) + "]"
+            return "[" + ", ".join(text(item) for item in cast(Sequence[Any], value)) + "]"
         return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
 
     parts = [text(value) for value in node.args]
-    parts += [f"{key}={text(value)}" for key, value in node.kwargs.items() if value is not None]
+    shown = {key: value for key, value in node.kwargs.items() if value is not None and key != "inplace"}
+    parts += [f"{key}={text(value)}" for key, value in shown.items()]
     return ", ".join(parts)
 
 
-def _stored_shape(gm: fx.GraphModule, node: fx.Node) -> tuple[int, ...]:
-    if node.op != "get_attr":
-        return ()
-    owner, _, name = str(node.target).rpartition(".")
-    stored = getattr(gm.get_submodule(owner), name, None)
-    return tuple(stored.shape) if isinstance(stored, Tensor) else ()
-
-
 def graph_diff(before: str, gm: fx.GraphModule) -> str:
-    """What a pass changed: a unified diff of the graph's text before it and of ``gm`` now."""
-    lines = difflib.unified_diff(before.splitlines(), str(gm.graph).splitlines(), "before", "after", lineterm="", n=1)
+    """What a pass changed: a unified diff of the graph's text before it and of ``gm`` now; empty if nothing.
+
+    Example:
+        >>> from pdp_fx import PruneSpec, Unstructured, prepare
+        >>> net = nn.Sequential(nn.Linear(4, 2))
+        >>> diffs = {}
+        >>> def note(before, step, gm):
+        ...     diffs[step.name] = graph_diff(before, gm)
+        >>> prepared = prepare(net, PruneSpec(Unstructured(0.5)), on_pass=note)
+        >>> [name for name, diff in diffs.items() if diff]
+        ['expose-parameters', 'mask-weights']
+    """
+    lines = difflib.unified_diff(
+        before.splitlines(), str(gm.graph).splitlines(), "before", "after", lineterm="", n=1
+    )
     return "\n".join(lines)

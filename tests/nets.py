@@ -103,12 +103,26 @@ class Tied(nn.Module):
         return self.head(self.decoder(functional.relu(self.encoder(x))))
 
 
+class Small(nn.Module):
+    """A conv with BatchNorm, and a head: the net of golden texts; images (2, 3, 6, 6) to (2, 2, 4, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.bn(self.conv(x))))
+
+
 IMAGES = (4, 3, 8, 8)
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv": (ConvNet, IMAGES),
     "residual": (Residual, IMAGES),
     "mlp": (Mlp, (6, 8)),
     "tied": (Tied, (6, 8)),
+    "small": (Small, (2, 3, 6, 6)),
 }
 """Each net with the shape of its input."""
 

@@ -189,7 +189,7 @@ class LabelFlow(TorchDispatchMode):
         if layout is not None and layout == (result.shape, _strides(result)):
             return result
         call = Call(func, args, kwargs or {}, result)
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and not _fills_with_zero(call):
             self._freeze_aliases(call)
         self._rules(call)(call, self)
         return result
@@ -289,6 +289,12 @@ class LabelFlow(TorchDispatchMode):
         name = self._names.get(id(weight)) or (owners.pop() if len(owners) == 1 else None)
         if name is not None:
             self.record.contractions.append(Contraction(name, positions, self.node, inputs))
+
+
+def _fills_with_zero(call: Call) -> bool:
+    """Whether zeros are written: what vanishes with its channel still does, through whatever view."""
+    fills = call.func is aten.fill_.Scalar and call.args[1] == 0
+    return fills or call.func.overloadpacket is aten.zero_
 
 
 def _strides(tensor: Tensor) -> list[int]:

@@ -253,6 +253,13 @@ def _padded(
     return torch.cat(parts, dim=axis), torch.cat(flags, dim=axis)
 
 
+@rule(aten.zero_)
+def zero(call: Call, flow: LabelFlow) -> None:
+    """Zeros belong to the same channels."""
+    layers = flow.layers(call.args[0])
+    flow.put(call.result, [Layer(layer.ids, torch.ones_like(layer.zero), layer.needs) for layer in layers])
+
+
 @rule(aten.channel_shuffle, aten.native_channel_shuffle)
 def channel_shuffle(call: Call, flow: LabelFlow) -> None:
     """Groups stay equal: channels at the same place of every group are tied."""

@@ -60,4 +60,25 @@ FOUND = (
         (Step("conv", (0,)), Step("conv_1x1", (1,), 2), Step("picked", (2,)), Step("norm", (3,), 2)),
         allocation="global",
     ),
+    Found(
+        "every other channel of a grouped transposed convolution",
+        (Step("conv_bn_relu", (0,), 3), Step("up_grouped", (1,), 2), Step("every_other", (2,))),
+    ),
+    Found(
+        "none of the picked channels is left for a sum over everything",
+        (Step("conv_bn_relu", (0,), 1), Step("picked", (1,)), Step("conv", (2,)), Step("sum_all", (3,)))
+        + (Step("multiply", (4, 3)),),
+        allocation="global",
+    ),
+    Found(
+        "none of the picked channels is left for a layer with a scale",
+        (
+            Step("conv_bn_relu", (0,), 1),
+            Step("picked", (1,)),
+            Step("conv_1x1", (2,), 3),
+            Step("scaled", (3,)),
+        ),
+        Channels(ratio=0.7, through_norms=True),
+        "global",
+    ),
 )

@@ -1,0 +1,93 @@
+import pytest
+from torch import nn
+
+from pdp_fx import NM, Channels, SpecError, Unstructured
+from pdp_fx.granularity import Rule
+from pdp_fx.overrides import Overrides
+from pdp_fx.passes.choose_targets import Plan
+from tests.nets import at_once, listing, net, prepare_until
+
+
+def plan(name: str, rule: Rule | None, overrides: Overrides = (), inputs: bool = True) -> Plan:
+    model, x = net(name)
+    _, ctx = prepare_until(model, at_once(rule, overrides), x if inputs else None, "choose-targets")
+    return ctx.get(Plan)
+
+
+def weights(found: Plan) -> dict[str, Rule]:
+    return {site.parameter: rule for site, rule in found.weights}
+
+
+def test_every_weight_gets_the_rule_that_wins() -> None:
+    found = plan("small", Unstructured(0.5), {"head": NM(2, 4)})
+    assert weights(found) == {"conv.weight": Unstructured(0.5), "head.weight": NM(2, 4)}
+    assert (found.groups, found.skipped) == ((), ())
+
+
+def test_rules_by_type_and_by_none() -> None:
+    found = plan("residual", None, {nn.Linear: Unstructured(0.5), "stem": NM(1, 3)})
+    assert weights(found) == {"stem.0.weight": NM(1, 3), "fc.weight": Unstructured(0.5)}
+
+
+def test_channel_groups_get_the_rule_of_their_producers() -> None:
+    found = plan("residual", Channels(ratio=0.5), {"fc": None})
+    assert [(group.name, rule) for group, rule in found.groups] == [
+        ("stem.0", Channels(ratio=0.5)),
+        ("expand.0", Channels(ratio=0.5)),
+    ]
+    assert found.kept == ()
+    assert [group.name for group in plan("residual", Channels(ratio=0.5)).kept] == ["fc"]
+
+
+def test_producers_with_different_rules_keep_their_channels() -> None:
+    found = plan("residual", Channels(ratio=0.5), {"project": Channels(ratio=0.25)})
+    assert [group.name for group, _ in found.groups] == ["expand.0"]
+    (reason,) = next(group.reasons for group in found.kept if group.name == "stem.0")
+    assert str(reason) == (
+        "%project.0: the spec gives stem.0 and project.0 different rules, but their channels go together; "
+        "give both the same Channels rule"
+    )
+
+
+def test_a_producer_that_is_skipped_keeps_its_channels() -> None:
+    found = plan("residual", Channels(ratio=0.5), {"expand": None})
+    assert [group.name for group, _ in found.groups] == ["stem.0"]
+
+
+def test_a_reader_pruned_in_groups_keeps_its_inputs() -> None:
+    found = plan("residual", Channels(ratio=0.5), {"fc": NM(2, 4)})
+    (reason,) = next(group.reasons for group in found.kept if group.name == "stem.0")
+    assert reason.node == "fc"
+    assert "fc.weight is pruned N:M along these channels" in reason.why
+
+
+def test_groups_that_do_not_fit_are_skipped_with_the_reason() -> None:
+    found = plan("small", NM(2, 4))
+    assert weights(found) == {"head.weight": NM(2, 4)}
+    assert found.skipped == (("conv", "3 input channels do not divide into groups of 4"),)
+
+
+def test_nothing_to_prune_lists_every_reason() -> None:
+    with pytest.raises(SpecError) as error:
+        plan("small", NM(2, 8))
+    assert str(error.value) == (
+        "nothing in the model can be pruned by this spec:\n"
+        "  conv: 3 input channels do not divide into groups of 8\n"
+        "  head: 4 input channels do not divide into groups of 8"
+    )
+
+
+def test_channels_without_example_inputs_are_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"needs example_inputs: .* write prepare\(model, spec, example_inputs\)"
+    ):
+        plan("small", Channels(ratio=0.5), inputs=False)
+
+
+def test_nodes_are_told_their_shapes_and_groups() -> None:
+    model, x = net("small")
+    gm, _ = prepare_until(model, at_once(Channels(ratio=0.5)), x, "choose-targets")
+    notes = {node.name: (node.meta["shape"], node.meta["group"]) for node in gm.graph.nodes}
+    assert notes["relu"] == ((2, 4, 4, 4), "conv")
+    assert notes["x"] == ((2, 3, 6, 6), "")
+    assert len(listing(gm).splitlines()) == 5

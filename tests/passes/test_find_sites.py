@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pdp_fx import SpecError, Unstructured
+from pdp_fx.passes.find_sites import Site, Sites
+from tests.nets import at_once, listing, net, prepare_until
+
+SPEC = at_once(Unstructured(0.5))
+
+
+def sites(model: nn.Module, x: Tensor) -> Sites:
+    _, ctx = prepare_until(model, SPEC, x, "find-sites")
+    return ctx.get(Sites)
+
+
+def test_weights_of_convs_and_linears_in_graph_order() -> None:
+    model, x = net("small")
+    found = sites(model, x)
+    assert found.weights == (
+        Site("conv.weight", "conv", ("conv",)),
+        Site("head.weight", "head", ("head",)),
+    )
+    assert found.maskable == {"conv.weight", "bn.weight", "bn.bias", "head.weight", "head.bias"}
+
+
+def test_the_graph_is_left_alone() -> None:
+    model, x = net("small")
+    gm, _ = prepare_until(model, SPEC, x, "find-sites")
+    assert listing(gm).splitlines() == [
+        "x = input",
+        "conv = conv(x)",
+        "bn = bn(conv)",
+        "relu = relu(bn)",
+        "head = head(relu)",
+    ]
+
+
+def test_a_tied_weight_is_one_site_with_two_users() -> None:
+    model, x = net("tied")
+    assert [(site.parameter, site.nodes) for site in sites(model, x).weights] == [
+        ("stem.weight", ("stem",)),
+        ("encoder.weight", ("encoder", "decoder")),
+        ("head.weight", ("head",)),
+    ]
+
+
+class Free(nn.Module):
+    """Weights used by functions, a recurrent layer that keeps its own, a computed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(6, 3, 3, 3))
+        self.matrix = nn.Parameter(torch.randn(4, 6))
+        self.rnn = nn.GRU(4, 5, batch_first=True)
+        self.computed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.conv2d(x, self.kernel).flatten(2).transpose(1, 2)
+        x, _ = self.rnn(functional.linear(x, self.matrix))
+        return self.computed(x)
+
+
+def test_weights_used_by_functions_are_sites_and_those_out_of_reach_are_not() -> None:
+    found = sites(Free(), torch.randn(2, 3, 5, 5))
+    assert [site.parameter for site in found.weights] == ["kernel", "matrix"]
+    assert not [name for name in found.maskable if name.startswith(("rnn", "computed.param"))]
+
+
+def test_a_weight_that_a_hook_computes_is_no_site() -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    assert [site.parameter for site in sites(model, torch.randn(2, 8)).weights] == ["1.weight"]
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with pytest.raises(SpecError, match="no conv or linear weight that can be pruned"):
+        sites(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()), torch.randn(3, 4))

@@ -1,0 +1,189 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from pdp_fx import Unstructured
+from pdp_fx.compiler import Context
+from pdp_fx.example_inputs import normalised
+from pdp_fx.ops.kinds import named_modules
+from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
+from pdp_fx.trace import trace
+from tests.nets import at_once, convert_until, difference, listing, net, pruned, shake
+
+FOLDED = """\
+x = input
+conv = conv(x)
+relu = relu(conv)
+head = head(relu)"""
+
+
+def test_the_norm_is_gone_and_the_layer_has_a_bias() -> None:
+    model, x = net("small")
+    gm, _ = convert_until(pruned(model, Unstructured(0.5), x), "fold-batch-norm")
+    assert listing(gm) == FOLDED
+    assert gm.get_parameter("conv.bias").shape == (4,)
+
+
+def fold(model: nn.Module, x: Tensor, inputs: bool = True) -> tuple[fx.GraphModule, bool]:
+    """Trace, fold, and check that nothing changes to 14 digits."""
+    model = shake(model).double().eval()
+    gm = trace(model, x.double() if inputs else None).eval()
+    expected = model(x.double())
+    ctx = Context(at_once(Unstructured(0.5)), normalised(x.double()) if inputs else None)
+    edited = FoldBatchNorm().run(gm, ctx)
+    gm.recompile()
+    torch.testing.assert_close(gm(x.double()), expected, rtol=1e-13, atol=1e-13)
+    return gm, edited
+
+
+def norms(gm: fx.GraphModule) -> list[str]:
+    called = {str(node.target) for node in gm.graph.find_nodes(op="call_module")}
+    return [name for name, module in named_modules(gm) if name in called and "Norm" in type(module).__name__]
+
+
+IMAGE = (2, 4, 5, 5)
+PAIRS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]] = {
+    "conv1d": (nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), (2, 4, 9)),
+    "conv2d": (nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), IMAGE),
+    "without bias": (nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6), IMAGE),
+    "without affine": (nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, affine=False), IMAGE),
+    "grouped": (nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6), IMAGE),
+    "conv3d": (nn.Conv3d(2, 6, 2), nn.BatchNorm3d(6), (2, 2, 3, 3, 3)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), IMAGE),
+    "grouped transposed": (nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False), nn.BatchNorm2d(6), IMAGE),
+    "depthwise transposed": (nn.ConvTranspose1d(4, 4, 3, groups=4), nn.BatchNorm1d(4), (2, 4, 5)),
+    "linear": (nn.Linear(4, 6), nn.BatchNorm1d(6), (3, 4)),
+}
+
+
+@pytest.mark.parametrize(("layer", "norm", "shape"), PAIRS.values(), ids=PAIRS)
+def test_every_kind_of_layer_folds_exactly(layer: nn.Module, norm: nn.Module, shape: tuple[int, ...]) -> None:
+    gm, edited = fold(nn.Sequential(layer, norm), torch.randn(shape))
+    assert edited
+    assert norms(gm) == []
+
+
+def test_all_pairs_of_a_chain_fold() -> None:
+    chain = nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4))
+    assert norms(fold(chain, torch.randn(IMAGE))[0]) == []
+
+
+class Reads(nn.Module):
+    """Two layers and two norms, put together by a function."""
+
+    def __init__(self, use: Callable[["Reads", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.bn = nn.BatchNorm2d(4)
+        self.other = nn.Conv2d(4, 4, 1)
+        self.last = nn.BatchNorm2d(4)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def read_twice(m: Reads, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.bn(y) + y
+
+
+def called_twice(m: Reads, x: Tensor) -> Tensor:
+    return m.bn(m.conv(m.conv(x)))
+
+
+def norm_called_twice(m: Reads, x: Tensor) -> Tensor:
+    return m.bn(m.other(m.bn(m.conv(x))))
+
+
+def norm_first(m: Reads, x: Tensor) -> Tensor:
+    return m.conv(m.bn(x))
+
+
+def weight_read_elsewhere(m: Reads, x: Tensor) -> Tensor:
+    return m.bn(m.conv(x)) + m.conv.weight.sum()
+
+
+def norm_behind_relu(m: Reads, x: Tensor) -> Tensor:
+    return m.bn(torch.relu(m.conv(x)))
+
+
+def returned_too(m: Reads, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return torch.cat([m.bn(y), y])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        read_twice,
+        called_twice,
+        norm_called_twice,
+        norm_first,
+        weight_read_elsewhere,
+        norm_behind_relu,
+        returned_too,
+    ],
+)
+def test_a_norm_that_somebody_else_would_miss_stays(use: Callable[[Reads, Tensor], Tensor]) -> None:
+    gm, edited = fold(Reads(use), torch.randn(2, 4, 3, 3))
+    assert not edited
+    assert norms(gm) == ["bn"]
+
+
+def test_a_shared_weight_stays_and_so_do_both_norms() -> None:
+    model = Reads(lambda m, x: m.last(m.other(m.bn(m.conv(x)))))
+    model.other.weight = model.conv.weight
+    gm, edited = fold(model, torch.randn(2, 4, 3, 3))
+    assert not edited
+    assert norms(gm) == ["bn", "last"]
+
+
+def test_shared_statistics_stay() -> None:
+    model = Reads(lambda m, x: m.last(m.other(m.bn(m.conv(x))))).double()
+    model.last.running_mean = model.bn.running_mean
+    assert norms(fold(model, torch.randn(2, 4, 3, 3))[0]) == ["bn", "last"]
+
+
+def test_a_norm_without_statistics_stays() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
+    assert norms(fold(model, torch.randn(2, 4, 3, 3))[0]) == ["1"]
+
+
+def test_a_layer_with_a_hook_stays() -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(4, 4, 1)), nn.BatchNorm2d(4))
+    model(torch.randn(2, 4, 3, 3))
+    assert norms(fold(model, torch.randn(2, 4, 3, 3))[0]) == ["1"]
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_a_linear_of_sequences_has_its_outputs_on_another_axis(length: int) -> None:
+    """BatchNorm1d reads axis 1 of (n, length, 6), even where the sequence is as long as the layer is wide."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(length))
+    assert norms(fold(model, torch.randn(3, length, 4))[0]) == ["1"]
+
+
+def test_an_image_without_a_batch_axis_has_its_channels_on_another_axis() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 6, 1), nn.BatchNorm1d(6))
+    assert norms(fold(model, torch.randn(4, 6))[0]) == ["1"]
+
+
+def test_without_example_inputs_only_certain_norms_fold() -> None:
+    images = nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6))
+    rows = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    assert norms(fold(images, torch.randn(2, 4, 3, 3), inputs=False)[0]) == []
+    assert norms(fold(rows, torch.randn(2, 4), inputs=False)[0]) == ["1"]
+
+
+def test_nothing_to_fold_edits_nothing() -> None:
+    assert not fold(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))[1]
+
+
+def test_folding_is_done_in_float64_and_kept_in_the_models_dtype() -> None:
+    model, x = net("small")
+    prepared = pruned(model, Unstructured(0.5), x).eval()
+    gm, _ = convert_until(prepared, "fold-batch-norm")
+    assert gm.get_parameter("conv.weight").dtype == torch.float32
+    assert difference(prepared, gm, x) <= 1e-6

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from torch import nn
+
+from pdp_fx import NM, Channels, Unstructured
+from pdp_fx.channels.labels import Slot
+from pdp_fx.granularity import Rule
+from pdp_fx.passes.harden_masks import Dropped, swap_tensors
+from tests.nets import NETS, RULES, at_once, convert_until, counts, difference, listing, net, pruned
+
+HARDENED = """\
+x = input
+conv_weight_1 = conv.weight
+conv = conv(x, weight=conv_weight_1)
+bn = bn(conv)
+relu = relu(bn)
+head_weight_1 = head.weight
+head = head(relu, weight=head_weight_1)"""
+
+
+def test_masked_values_become_the_parameters() -> None:
+    model, x = net("small")
+    prepared = pruned(model, Unstructured(0.5), x).eval()
+    gm, _ = convert_until(prepared, "harden-masks")
+    assert listing(gm) == HARDENED
+    for name in ("conv", "head"):
+        dense, hard = (module.get_parameter(f"{name}.weight") for module in (prepared, gm))
+        assert torch.equal(hard, torch.where(hard == 0, 0, dense))
+        assert int((hard == 0).sum()) == counts(prepared)[f"{name}_weight"]
+    assert not hasattr(gm, "pdp")
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_outputs_are_those_of_the_prepared_model_bit_for_bit(name: str, rule: Rule) -> None:
+    model, x = net(name)
+    prepared = pruned(model, rule, x).eval()
+    gm, _ = convert_until(prepared, "harden-masks")
+    assert difference(prepared, gm, x) == 0
+    assert "pdp" not in listing(gm)
+    assert "mask_axis" not in listing(gm)
+
+
+def test_the_channels_that_go_are_left_as_rows_of_their_producers() -> None:
+    model, x = net("residual")
+    prepared = pruned(model, Channels(ratio=0.5), x).eval()
+    _, ctx = convert_until(prepared, "harden-masks")
+    rows = ctx.get(Dropped).rows
+    assert {slot: len(gone) for slot, gone in rows.items()} == {
+        Slot("stem.0.weight", 0): counts(prepared)["stem_0"],
+        Slot("project.0.weight", 0): counts(prepared)["stem_0"],
+        Slot("expand.0.weight", 0): counts(prepared)["expand_0"],
+    }
+    assert rows[Slot("stem.0.weight", 0)] == rows[Slot("project.0.weight", 0)]
+
+
+def test_weights_leave_no_channels_to_remove() -> None:
+    model, x = net("small")
+    for rule in (Unstructured(0.5), NM(2, 4)):
+        _, ctx = convert_until(pruned(model, rule, x), "harden-masks")
+        assert ctx.get(Dropped).rows == {}
+
+
+def test_a_frozen_weight_stays_frozen() -> None:
+    model, x = net("small")
+    model.get_parameter("conv.weight").requires_grad_(False)
+    gm, _ = convert_until(pruned(model, at_once(Unstructured(0.5)), x), "harden-masks")
+    assert [name for name, p in gm.named_parameters() if not p.requires_grad] == ["conv.weight"]
+
+
+def test_shared_tensors_are_swapped_everywhere() -> None:
+    old, new = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    root = nn.ModuleList([nn.Module(), nn.Module()])
+    for child in root:
+        child.register_parameter("p", old)
+    root[0].register_buffer("b", torch.zeros(1))
+    swap_tensors(root, {old: new})
+    assert root[0].get_parameter("p") is root[1].get_parameter("p") is new
+    assert torch.equal(root[0].get_buffer("b"), torch.zeros(1))

@@ -1,0 +1,122 @@
+import torch
+from torch import Tensor, nn
+
+import pdp_fx
+from pdp_fx import Channels, Unstructured
+from tests.nets import at_once, counts, difference, listing, mask_of, net, prepare_until, pruned, state
+
+BEHIND_BATCH_NORM = """\
+x = input
+conv = conv(x)
+conv_weight = conv.weight
+conv_mask = pdp.masks.conv(conv_weight)
+bn_weight = bn.weight
+bn_weight_masked = mask_axis(bn_weight, conv_mask, 0)
+bn_bias = bn.bias
+bn_bias_masked = mask_axis(bn_bias, conv_mask, 0)
+bn = bn(conv, weight=bn_weight_masked, bias=bn_bias_masked)
+relu = relu(bn)
+head = head(relu)"""
+
+BEHIND_THE_LAYER = """\
+x = input
+fc1_weight_1 = fc1.weight
+fc1_mask = pdp.masks.fc1(fc1_weight_1)
+fc1_weight = fc1.weight
+fc1_weight_masked = mask_axis(fc1_weight, fc1_mask, 0)
+fc1_bias = fc1.bias
+fc1_bias_masked = mask_axis(fc1_bias, fc1_mask, 0)
+fc1 = fc1(x, weight=fc1_weight_masked, bias=fc1_bias_masked)"""
+
+
+def test_behind_batch_norm_its_weight_and_bias_are_masked() -> None:
+    model, x = net("small")
+    gm, _ = prepare_until(model, at_once(Channels(ratio=0.5)), x, "mask-channels")
+    assert listing(gm) == BEHIND_BATCH_NORM
+
+
+def test_without_batch_norm_rows_and_bias_are_masked() -> None:
+    model, x = net("mlp")
+    gm, _ = prepare_until(model, at_once(Channels(ratio=0.5)), x, "mask-channels")
+    assert listing(gm).startswith(BEHIND_THE_LAYER)
+
+
+def test_a_residual_stream_shares_one_mask() -> None:
+    model, x = net("residual")
+    gm, _ = prepare_until(model, at_once(Channels(ratio=0.5)), x, "mask-channels")
+    uses = [line.partition(" ")[0] for line in listing(gm).splitlines() if "stem_0_mask, 0)" in line]
+    assert uses == [
+        "stem_1_weight_masked",
+        "stem_1_bias_masked",
+        "project_1_weight_masked",
+        "project_1_bias_masked",
+    ]
+    assert mask_of(gm, "stem_0").parameters_read == ("stem.0.weight", "project.0.weight")
+
+
+class Joined(nn.Module):
+    """Two groups side by side, normalised together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Conv2d(3, 4, 1)
+        self.right = nn.Conv2d(3, 6, 1)
+        self.bn = nn.BatchNorm2d(10)
+        self.head = nn.Conv2d(10, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bn(torch.cat([self.left(x), self.right(x)], 1)))
+
+
+def test_groups_that_share_an_axis_are_laid_out_along_it() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    gm, _ = prepare_until(Joined(), at_once(Channels(ratio=0.5)), x, "mask-channels")
+    lines = listing(gm).splitlines()
+    assert "bn_weight_0_mask = pdp.layouts.bn_weight_0(left_mask, right_mask)" in lines
+    assert "bn_weight_masked = mask_axis(bn_weight, bn_weight_0_mask, 0)" in lines
+    prepared = pruned(Joined(), Channels(ratio=0.5), x).eval()
+    assert difference(prepared, pdp_fx.convert(prepared), x) <= 1e-5
+
+
+class Shifted(nn.Module):
+    """A sigmoid is 0.5 where its input is 0, so the columns of the reader are masked instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 6)
+        self.fc2 = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.sigmoid(self.fc1(x)))
+
+
+def test_where_zero_does_not_stay_zero_the_columns_of_the_reader_are_masked() -> None:
+    x = torch.randn(5, 8)
+    gm, _ = prepare_until(Shifted(), at_once(Channels(ratio=0.5)), x, "mask-channels")
+    lines = listing(gm).splitlines()
+    assert "fc1 = fc1(x)" in lines
+    assert "fc2_weight_masked = mask_axis(fc2_weight, fc1_mask, 1)" in lines
+    prepared = pruned(Shifted(), Channels(ratio=0.5), x).eval()
+    assert difference(prepared, pdp_fx.convert(prepared), x) <= 1e-5
+
+
+def test_a_reader_may_have_a_rule_of_its_own() -> None:
+    x = torch.randn(5, 8)
+    prepared = pruned(Shifted(), at_once(Channels(ratio=0.5), {"fc2": Unstructured(0.5)}), x).eval()
+    assert counts(prepared) == {"fc2_weight": 9, "fc1": 3}
+    assert difference(prepared, pdp_fx.convert(prepared), x) <= 1e-5
+
+
+def test_masks_that_prune_nothing_change_nothing() -> None:
+    for name in ("small", "residual", "mlp", "tied"):
+        model, x = net(name)
+        gm, _ = prepare_until(model, at_once(Channels(ratio=0.5)), x, "mask-channels")
+        assert torch.equal(gm.eval()(x), model.eval()(x))
+
+
+def test_without_channels_to_mask_nothing_is_edited() -> None:
+    model, x = net("small")
+    before, _ = prepare_until(model, at_once(Unstructured(0.5)), x, "mask-weights")
+    gm, _ = prepare_until(model, at_once(Unstructured(0.5)), x, "mask-channels")
+    assert listing(gm) == listing(before)
+    assert not state(gm).layouts

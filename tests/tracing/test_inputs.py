@@ -1,0 +1,154 @@
+import dataclasses
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from tests.tracing.checks import exact
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass
+class Record(OrderedDict[str, Any]):
+    """Like the output classes of transformers: a dataclass and a dict at once."""
+
+    scores: Tensor | None = None
+    hidden: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                self[field.name] = value
+
+
+class Holder:
+    """An object of a user's own class."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.kind = Holder
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 3)
+
+
+class Keywords(Net):
+    def forward(self, x: Tensor, *, scale: Tensor | None = None, twice: bool = False) -> Tensor:
+        y = self.second(torch.relu(self.first(x)))
+        if scale is not None:
+            y = y * scale
+        return y + y if twice else y
+
+
+class Batch(Net):
+    def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        x = torch.stack(batch["parts"]).sum(0) + batch["x"]
+        return {"logits": self.second(self.first(x)), "x": x}
+
+
+class Outputs(Net):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        y = self.second(h)
+        kinds: dict[str, Any] = {
+            "tuple": (y, [h, None, 3]),
+            "namedtuple": Pair(y, h),
+            "record": Record(scores=y, hidden=(h, x)),
+            "ordered": OrderedDict(a=y, b=h),
+            "object": Holder(y),
+            "sizes": (y, y.shape[0], h.shape),
+        }
+        return kinds[self.kind]
+
+
+class Rest(Net):
+    def forward(self, *parts: Tensor) -> Tensor:
+        return self.second(self.first(torch.cat(parts, 1)[:, : 2 * parts[0].size(1) // 2]))
+
+
+def rows(n: int) -> Tensor:
+    return torch.randn(n, 4)
+
+
+def test_keyword_arguments_keep_their_names_and_defaults() -> None:
+    gm = exact(Keywords(), {"x": rows(2), "scale": torch.randn(3)}, {"x": rows(5), "scale": torch.randn(3)})
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    assert [node.target for node in placeholders] == ["x", "scale", "twice"]
+    assert [node.args for node in placeholders] == [(), (None,), (False,)]
+
+
+def test_an_optional_input_that_the_example_leaves_out_stays_out() -> None:
+    gm = exact(Keywords(), (rows(2),), (rows(3),))
+    with pytest.raises(AssertionError, match="traced with scale=None, twice=False"):
+        gm(rows(2), scale=torch.ones(3))
+
+
+def test_a_plain_argument_keeps_the_value_of_the_example() -> None:
+    gm = exact(Keywords(), {"x": rows(2), "twice": True})
+    assert torch.equal(gm(torch.ones(1, 4)), gm(torch.ones(1, 4), twice=True))
+    with pytest.raises(AssertionError, match="twice=True"):
+        gm(rows(2), twice=False)
+
+
+def test_nested_containers_are_reached_into() -> None:
+    def batch(n: int, parts: int = 2) -> dict[str, Any]:
+        return {"x": rows(n), "parts": [rows(n) for _ in range(parts)]}
+
+    gm = exact(Batch(), (batch(2),), (batch(3),))
+    with pytest.raises(AssertionError, match=r"len\(batch\['parts'\]\)=2"):
+        gm(batch(2, parts=3))
+
+
+def test_the_same_tensor_given_twice_is_two_inputs() -> None:
+    class Two(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.first(x) - self.first(y)
+
+    x = rows(2)
+    exact(Two(), (x, x), (rows(2), rows(2)))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "namedtuple", "record", "ordered", "object", "sizes"])
+def test_outputs_keep_their_type(kind: str) -> None:
+    gm = exact(Outputs(kind), rows(2), rows(3))
+    output = gm(rows(2))
+    if kind == "record":
+        assert isinstance(output, Record)
+        assert list(output) == ["scores", "hidden"]
+    if kind == "object":
+        assert output.kind is Holder
+
+
+def test_arguments_without_names_get_some() -> None:
+    gm = exact(Rest(), (rows(2), rows(2)), (rows(3), rows(3)))
+    assert [node.target for node in gm.graph.nodes if node.op == "placeholder"] == ["parts_0", "parts_1"]
+
+
+def test_a_generator_is_not_an_example_input() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(TraceError, match="must be a tensor, a tuple"):
+        trace(Keywords(), numbers())  # pyright: ignore[reportArgumentType]
+
+
+def test_wrong_shapes_are_the_models_own_failure() -> None:
+    model = Keywords()
+    with pytest.raises(TraceError, match="the model itself fails on the example inputs in eval mode") as info:
+        trace(model, torch.randn(2, 5))
+    assert isinstance(info.value.__cause__, RuntimeError)
