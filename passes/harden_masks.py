@@ -77,7 +77,7 @@ def _frozen_as(old: nn.Parameter, value: Tensor) -> nn.Parameter:
 def _harden_inside(gm: fx.GraphModule) -> None:
     """Write masked weights into the layers that read them by a hook."""
     for layer in list(gm.modules()):
-        hooks = layer._forward_pre_hooks
+        hooks: dict[int, Any] = vars(layer)["_forward_pre_hooks"]
         for key, hook in list(hooks.items()):
             kind = kind_of(layer)
             if not isinstance(hook, MaskOwnWeight) or kind is None:
@@ -86,7 +86,7 @@ def _harden_inside(gm: fx.GraphModule) -> None:
             with torch.no_grad():
                 swap_tensors(gm, {old: _frozen_as(old, hook.mask(old))})
             del hooks[key]
-            layer._forward_pre_hooks_with_kwargs.pop(key, None)
+            vars(layer)["_forward_pre_hooks_with_kwargs"].pop(key, None)
             swap_module(gm, layer, reclass(layer, kind.plain))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from pdp_fx.pruner import Pruner, find, parameters_of
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import ExampleInputs, trace
 
+COUNTS = ("weights", "left", "sparsity", "target", "soft", "MACs", "MACs left")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -32,8 +35,10 @@ class Row:
         weights: number of stored weights.
         left: number of weights that are not 0 under the hard masks; removed channels count as 0.
         target: share of its units that go in the end, or None while that is open.
-        soft: share of its units with 0.01 < m < 0.99 now, or None without a mask.
-        macs: multiply-accumulates of one example when dense, or None without example inputs.
+        soft: share of its units with 0.01 < m < 0.99 now, or None without a mask. A weight that makes
+            channels of several groups has the mean of their masks, by the number of its rows.
+        macs: multiply-accumulates of one example when dense; None without example inputs, and for a weight
+            inside a module that could only be run as a whole.
         macs_left: those of the weights that are left.
     """
 
@@ -84,7 +89,11 @@ class Report:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, ready for `json.dump`."""
-        totals = {"parameters": self.parameters, "sparsity": self.sparsity, "macs": self.macs}
+        totals: dict[str, object] = {
+            "parameters": self.parameters,
+            "sparsity": self.sparsity,
+            "macs": self.macs,
+        }
         rows = [asdict(row) | {"shape": list(row.shape), "sparsity": row.sparsity} for row in self.rows]
         return totals | {"macs_left": self.macs_left, "rows": rows}
 
@@ -93,7 +102,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        headers = ("layer", "rule", "shape", "weights", "left", "sparsity", "target", "soft", "MACs", "MACs left")
+        headers = ("layer", "rule", "shape", *COUNTS)
         body = [
             (
                 row.layer,
@@ -109,9 +118,15 @@ class Report:
             )
             for row in self.rows
         ]
-        total = ("total", "", "", f"{sum(r.weights for r in self.rows):,}", f"{sum(r.left for r in self.rows):,}")
+        total = (
+            "total",
+            "",
+            "",
+            f"{sum(r.weights for r in self.rows):,}",
+            f"{sum(r.left for r in self.rows):,}",
+        )
         body.append((*total, f"{self.sparsity:.2%}", "", "", _millions(self.macs), _millions(self.macs_left)))
-        right = ("left", "left", "left", *(["right"] * 7))
+        right = ("left", "left", "left", *(["right"] * len(COUNTS)))
         return tabulate(body, headers=headers, tablefmt="simple", disable_numparse=True, colalign=right)
 
 
@@ -119,7 +134,7 @@ def _millions(count: int | None) -> str:
     return "" if count is None else f"{count / 1e6:,.3f} M"
 
 
-def report(model: nn.Module, example_inputs: ExampleInputs = None) -> Report:
+def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Report:
     """Count the weights and multiply-accumulates of ``model``, layer by layer.
 
     Args:
@@ -137,25 +152,52 @@ def report(model: nn.Module, example_inputs: ExampleInputs = None) -> Report:
     inputs = normalised(example_inputs)
     channels = None if inputs is None else analyse(gm, inputs, frozenset())
     names = [site.parameter for site in ctx.get(Sites).weights]
-    rows = [_row(name, gm.get_parameter(name), gm.get_parameter(name), None, channels) for name in names]
+    weights = {name: gm.get_parameter(name).detach() for name in names}
+    rows = [_row(name, weight, weight, channels) for name, weight in weights.items()]
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
 
 def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
-    masks = {name: mask for _, mask in pruner.mask_items() for name in mask.parameters_read}
+    masks: dict[str, list[Mask]] = {}
+    for _, mask in pruner.mask_items():
+        for name in mask.parameters_read:
+            masks.setdefault(name, []).append(mask)
     gone = gone_classes(gm, pruner)
     rows: list[Row] = []
     with torch.no_grad():
         for name in pruner.weights:
-            weight, mask = gm.get_parameter(name).detach(), masks.get(name)
+            weight, mine = gm.get_parameter(name).detach(), masks.get(name, [])
             left = weight
-            if mask is not None and not isinstance(mask, ChannelMask):
-                left = torch.where(mask.pruned(weight), torch.zeros_like(weight), weight)
+            for mask in mine:
+                if not isinstance(mask, ChannelMask):
+                    left = torch.where(mask.pruned(weight), torch.zeros_like(weight), left)
             left = _without(left, name, gone, pruner.channels)
-            soft = None if mask is None else _soft_share(mask, parameters_of(gm, mask))
-            rows.append(_row(name, weight, left, mask, pruner.channels, soft))
-    own = sum(p.numel() for p in gm.parameters())
-    return Report(tuple(rows), own)
+            facts = [_of_mask(gm, mask, name, weight) for mask in mine]
+            rows.append(_row(name, weight, left, pruner.channels, facts))
+    return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """What one mask does to a weight: its rule, its share in the weight's rows, target and soft share."""
+
+    rule: str
+    share: float
+    target: float | None
+    soft: float
+
+
+def _of_mask(gm: fx.GraphModule, mask: Mask, name: str, weight: Tensor) -> _Masked:
+    soft = _soft_share(mask, parameters_of(gm, mask))
+    if isinstance(mask, NMMask):
+        return _Masked(f"{mask.keep}:{mask.of}", 1.0, 1 - mask.keep / mask.of, soft)
+    target = int(mask.target) if mask.allocated else None
+    if not isinstance(mask, ChannelMask):
+        return _Masked("unstructured", 1.0, None if target is None else target / weight.numel(), soft)
+    producer = mask.producers[mask.parameters_read.index(name)]
+    places = producer.places
+    share = 1.0 if places is None else sum(place >= 0 for place in places) / len(places)
+    return _Masked("channels", share, None if target is None else target / mask.width, soft)
 
 
 def gone_classes(gm: fx.GraphModule, pruner: Pruner) -> np.ndarray:
@@ -186,41 +228,32 @@ def _soft_share(mask: Mask, weights: list[Tensor]) -> float:
 
 
 def _row(
-    name: str, weight: Tensor, left: Tensor, mask: Mask | None, channels: ChannelMap | None, soft: float | None = None
+    name: str, weight: Tensor, left: Tensor, channels: ChannelMap | None, masks: Sequence[_Masked] = ()
 ) -> Row:
     nonzero = int(torch.count_nonzero(left))
     positions = _positions(name, channels)
+    targets = [mask.target for mask in masks if mask.target is not None]
+    shares = [mask.share for mask in masks]
     return Row(
         layer=name.removesuffix(".weight"),
-        rule=_rule(mask),
+        rule=" and ".join(dict.fromkeys(mask.rule for mask in masks)),
         shape=tuple(weight.shape),
         weights=weight.numel(),
         left=nonzero,
-        target=_target(mask, weight),
-        soft=soft,
+        target=_mean(targets, shares) if targets and len(targets) == len(masks) else None,
+        soft=_mean([mask.soft for mask in masks], shares) if masks else None,
         macs=None if positions is None else round(weight.numel() * positions),
         macs_left=None if positions is None else round(nonzero * positions),
     )
 
 
+def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
+    """The mean of values that hold for parts of a weight; what no mask covers counts as 0."""
+    total = max(sum(shares), 1.0)
+    return sum(value * share for value, share in zip(values, shares, strict=True)) / total
+
+
 def _positions(name: str, channels: ChannelMap | None) -> float | None:
-    """How often each weight is used for one example."""
-    if channels is None:
-        return None
-    return sum(c.positions for c in channels.contractions if c.weight == name) / channels.batch
-
-
-def _rule(mask: Mask | None) -> str:
-    if mask is None:
-        return ""
-    if isinstance(mask, ChannelMask):
-        return "channels"
-    return f"{mask.keep}:{mask.of}" if isinstance(mask, NMMask) else "unstructured"
-
-
-def _target(mask: Mask | None, weight: Tensor) -> float | None:
-    if mask is None or not mask.allocated:
-        return None
-    if isinstance(mask, NMMask):
-        return 1 - mask.keep / mask.of
-    return int(mask.target) / (mask.width if isinstance(mask, ChannelMask) else weight.numel())
+    """How often each weight is used for one example, or None where no use of it was seen."""
+    uses = [] if channels is None else [c.positions for c in channels.contractions if c.weight == name]
+    return sum(uses) / channels.batch if uses and channels is not None else None

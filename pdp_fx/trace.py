@@ -21,9 +21,9 @@ from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
-from pdp_fx.tracing.module import TracedModule, mirror
+from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.preserve import preserved
-from pdp_fx.tracing.leaves import BY_MODE, COMPOSITES
+from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
@@ -175,6 +175,8 @@ def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedMo
     tree = mirror(model, frozenset(whole.path for whole in recordings.opaque))
     graph, protected = write_graph(tree, model, recordings.alignment, gate_all)
     gm = TracedModule(tree, graph, type(model).__name__)
+    with preserved(model):
+        gm.always_eval = always_eval(model)
     without_dead_code(graph, protected)
     gm.recompile()
     return gm

@@ -119,7 +119,7 @@ class ChannelMap:
             grid = ~np.isin(self.classes[layer.ids.numpy()], gone)
             for axis in layer.support:
                 others = tuple(other for other in range(grid.ndim) if other != axis)
-                stays[axis] = grid.any(axis=others)
+                stays[axis] = np.asarray(grid.any(axis=others))
             if int(grid.sum()) != int(np.prod([stays[axis].sum() for axis in layer.support])):
                 raise PassError("the channels that stay do not form a rectangle")
         return Kept(value, stays)
@@ -163,7 +163,9 @@ def _settle_norm(flow: LabelFlow, result: Any) -> None:
         return
     known = {int(label) for ids in masked for label in ids}
     layers = [
-        Layer(layer.ids, torch.ones_like(layer.zero)) if set(layer.ids.reshape(-1).tolist()) <= known else layer
+        Layer(layer.ids, torch.ones_like(layer.zero))
+        if set(layer.ids.reshape(-1).tolist()) <= known
+        else layer
         for layer in flow.layers(result)
     ]
     flow.put(result, layers)
@@ -242,8 +244,15 @@ def _with_parts(
     found: list[ChannelGroup] = []
     for group, inside in zip(groups, whole, strict=True):
         places = {root: place for place, root in enumerate(group.classes.tolist())}
-        mine = [part & inside for part in loose if part & inside and not any(other <= part for other in whole)]
-        found.append(replace(group, parts=tuple(tuple(sorted(places[root] for root in part)) for part in dict.fromkeys(mine))))
+        mine = [
+            part & inside for part in loose if part & inside and not any(other <= part for other in whole)
+        ]
+        found.append(
+            replace(
+                group,
+                parts=tuple(tuple(sorted(places[root] for root in part)) for part in dict.fromkeys(mine)),
+            )
+        )
     return found
 
 

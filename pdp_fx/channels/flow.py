@@ -8,7 +8,7 @@ eval mode and without gradients, so that every label knows the node that it met.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.channels.labels import Layer, Reason, Slot, Ties, shaped
-from pdp_fx.tracing.leaves import BY_MODE
-
+from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
 aten = torch.ops.aten
 
@@ -197,13 +196,21 @@ class LabelFlow(TorchDispatchMode):
     def _freeze_aliases(self, call: Call) -> None:
         """Freeze what shares memory with a tensor that is written to: its labels can not be followed."""
         for leaf, argument in zip(call.args, call.func._schema.arguments, strict=False):
-            if not isinstance(leaf, Tensor) or argument.alias_info is None or not argument.alias_info.is_write:
+            if (
+                not isinstance(leaf, Tensor)
+                or argument.alias_info is None
+                or not argument.alias_info.is_write
+            ):
                 continue
             storage = leaf.untyped_storage()._cdata
             aliases = [t for t in self._layers if t is not leaf and t.untyped_storage()._cdata == storage]
             if aliases:
                 why = "it is written to in place through a view"
-                self.freeze_all([leaf, *aliases, *call.tensors()], why, "make a new tensor instead, with torch.cat or torch.where")
+                self.freeze_all(
+                    [leaf, *aliases, *call.tensors()],
+                    why,
+                    "make a new tensor instead, with torch.cat or torch.where",
+                )
 
     def layers(self, tensor: Tensor) -> tuple[Layer, ...]:
         """The label layers of ``tensor``; a parameter or buffer gets its own on first sight."""
@@ -221,7 +228,9 @@ class LabelFlow(TorchDispatchMode):
                 slot = Slot(name, axis)
                 self.record.slots[slot] = self.record.ties.fresh(size)
                 ids = shaped(self.record.slots[slot], axis, tensor.ndim)
-                layers.append(Layer(ids, torch.full_like(ids, name in self._maskable, dtype=torch.bool), (), slot))
+                layers.append(
+                    Layer(ids, torch.full_like(ids, name in self._maskable, dtype=torch.bool), (), slot)
+                )
         return tuple(layers)
 
     def put(self, tensor: Tensor, layers: list[Layer] | tuple[Layer, ...]) -> None:
@@ -267,8 +276,8 @@ class LabelFlow(TorchDispatchMode):
         return layer
 
     def normalise(self, layer: Layer, axis: int, why: str) -> bool:
-        """Take note that statistics run over this layer's channels; freeze them where no mask can be given."""
-        if self.masks_norm and layer.support == {axis}:
+        """Note that statistics run over this layer's channels; freeze them where no mask can be given."""
+        if self.masks_norm and layer.support == frozenset({axis}):
             self.record.norms.append(NormSite(self.node, axis, layer.ids.reshape(-1)))
             return True
         self.freeze(layer.ids, why, self.norm_remedy)
@@ -308,7 +317,9 @@ After = Callable[[fx.Node, LabelFlow, Any], None]
 class _FlowInterpreter(fx.Interpreter):
     """Runs the graph and tells the flow which node is running."""
 
-    def __init__(self, gm: fx.GraphModule, flow: LabelFlow, after: After, can_mask: Callable[[fx.Node], bool]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, flow: LabelFlow, after: After, can_mask: Callable[[fx.Node], bool]
+    ) -> None:
         super().__init__(gm)
         self.flow = flow
         self.after = after
@@ -322,16 +333,19 @@ class _FlowInterpreter(fx.Interpreter):
         result = self.run_unseen(n) if is_opaque(self.module, n) else super().run_node(n)
         self.after(n, self.flow, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.flow.record.values[n.name] = tuple(Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors)
+        self.flow.record.values[n.name] = tuple(
+            Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors
+        )
         return result
-
 
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a module whose inside depends on its inputs: another input may take another way through it."""
         with no_dispatch():
             result = super().run_node(node)
         module = self.fetch_attr(str(node.target))
-        read = [leaf for leaf in tree_leaves(self.fetch_args_kwargs_from_env(node)) if isinstance(leaf, Tensor)]
+        read = [
+            leaf for leaf in tree_leaves(self.fetch_args_kwargs_from_env(node)) if isinstance(leaf, Tensor)
+        ]
         why = f"{type(module).__name__} decides by its data what it does"
         remedy = "choose with tensor operations such as torch.where"
         self.flow.freeze_all([*read, *module.parameters(), *module.buffers()], why, remedy)
@@ -346,14 +360,14 @@ def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
 
     A module that only acts differently in training mode always does the same in eval mode.
     """
-    if node.op != "call_module" or node.meta.get("opaque") == BY_MODE:
+    if node.op != "call_module" or node.meta.get("opaque") == DIFFERS_BY_MODE:
         return False
     home = type(gm.get_submodule(str(node.target))).__module__
     return not home.startswith(("torch.nn.", "torch.ao.nn.", "pdp_fx."))
 
 
 @contextlib.contextmanager
-def evaluating(gm: fx.GraphModule) -> Iterator[None]:
+def evaluating(gm: fx.GraphModule) -> Generator[None]:
     """Put every module into eval mode without the fused attention path, and back again."""
     modes = {module: module.training for module in gm.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()

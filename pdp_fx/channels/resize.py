@@ -20,28 +20,30 @@ from pdp_fx.channels.flow import LabelFlow, Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
 
 SIZE_FREE: frozenset[Any] = frozenset({
-    torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum, torch.addmm,
-    "reshape_as", "view_as", "expand_as", torch.permute, "permute", torch.zeros_like, torch.ones_like, "clone",
-    torch.conv1d, torch.conv2d, torch.conv3d, torch.broadcast_tensors, torch.tensordot, torch.baddbmm, torch.cdist,
-    torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat", torch.full_like, "contiguous",
-    torch.cosine_similarity, torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle, torch.outer, "type_as",
-    operator.mul, operator.add, operator.sub, operator.truediv, torch.where, torch.rms_norm, "unsqueeze", torch.softmax,
-    torch.unbind, "unbind", "flip", torch.flip,
+    torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum,
+    torch.addmm, "reshape_as", "view_as", "expand_as", torch.permute, "permute", torch.zeros_like,
+    torch.ones_like, "clone", torch.conv1d, torch.conv2d, torch.conv3d, torch.broadcast_tensors,
+    torch.tensordot, torch.baddbmm, torch.cdist, torch.repeat_interleave, "repeat_interleave", torch.tile,
+    "tile", "repeat", torch.full_like, "contiguous", torch.cosine_similarity, torch.pixel_shuffle,
+    torch.pixel_unshuffle, torch.channel_shuffle, torch.outer, "type_as", operator.mul, operator.add,
+    operator.sub, operator.truediv, torch.where, torch.rms_norm, "unsqueeze", torch.softmax, torch.unbind,
+    "unbind", "flip", torch.flip,
 })  # fmt: skip
 """Functions and methods that are told no size of a channel axis."""
 
 FUNCTIONALS: frozenset[Any] = frozenset(value for value in vars(functional).values() if callable(value))
 
-SIZED_FUNCTIONALS = frozenset({functional.fold, functional.unfold, functional.multi_head_attention_forward, functional.pad})
+SIZED_FUNCTIONALS = frozenset(
+    {functional.fold, functional.unfold, functional.multi_head_attention_forward, functional.pad}
+)
 """Functions of `torch.nn.functional` that are told sizes; the others are not."""
 
 SIZE_FREE_MODULES = (
-    nn.Linear, nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Embedding, nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._BatchNorm, nn.LocalResponseNorm, nn.CosineSimilarity, nn.PairwiseDistance, nn.Softmax2d,
-    nn.RMSNorm, nn.modules.instancenorm._InstanceNorm,
+    nn.Linear, nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Embedding,
+    nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LocalResponseNorm, nn.CosineSimilarity,
+    nn.PairwiseDistance, nn.Softmax2d, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm,
 )  # fmt: skip
 """Modules whose own sizes are updated, or that have none."""
-
 
 
 def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any) -> None:
@@ -86,7 +88,9 @@ def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) 
     if any(isinstance(leaf, Tensor) for leaf in leaves):
         if node.op != "output" and not resized:
             for _, axis, ids in carried:
-                flow.counted(ids, axis, f"{_name_of(None, node)} computes with how many of these channels there are")
+                flow.counted(
+                    ids, axis, f"{_name_of(None, node)} computes with how many of these channels there are"
+                )
         return
     if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
         flow.record.numbers[node.name] = result
@@ -103,13 +107,19 @@ def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[
         rank = len(values[0].shape)
         asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         whole = node.target == "size" or (node.target is getattr and asked == "shape")
-        read = [(axis if whole else None, axis, layer.ids) for layer in values[0].layers for axis in layer.support]
+        read = [
+            (axis if whole else None, axis, layer.ids) for layer in values[0].layers for axis in layer.support
+        ]
         if node.target == "size" and isinstance(asked, int):
             return [(None, axis, ids) for _, axis, ids in read if axis == asked % rank]
         return list[Tainted](read)
     if node.target is operator.getitem and isinstance(node.args[1], int):
         place = node.args[1]
-        return [(None, a, ids) for at, a, ids in carried if at is None or at == (place if place >= 0 else place + ids.ndim)]
+        return [
+            (None, a, ids)
+            for at, a, ids in carried
+            if at is None or at == (place if place >= 0 else place + ids.ndim)
+        ]
     return [(None, axis, ids) for _, axis, ids in carried]
 
 

@@ -46,7 +46,9 @@ class Kept:
 
     def labels(self, axis: int) -> Tensor:
         """The labels along ``axis``, as a vector."""
-        return next(layer for layer in self.value.layers if layer.support == {axis}).ids.reshape(-1)
+        return next(layer for layer in self.value.layers if layer.support == frozenset({axis})).ids.reshape(
+            -1
+        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,9 @@ def _narrow(node: fx.Node, job: Job) -> None:
 
 def _parts(node: fx.Node) -> list[Any]:
     subscript: Any = node.args[1]
-    return list(subscript) if isinstance(subscript, (tuple, list)) and not _is_index(subscript) else [subscript]
+    return (
+        list(subscript) if isinstance(subscript, (tuple, list)) and not _is_index(subscript) else [subscript]
+    )
 
 
 def _is_index(part: Any) -> bool:
@@ -202,7 +206,9 @@ def _subscript_fits(node: fx.Node, record: Record) -> bool:
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
     parts = _parts(node)
     several = [part for part in parts if _is_index(part) or _is_tensor(part, record)]
-    plain = all(p is None or p is Ellipsis or isinstance(p, (int, slice, fx.Node)) or _is_index(p) for p in parts)
+    plain = all(
+        p is None or p is Ellipsis or isinstance(p, (int, slice, fx.Node)) or _is_index(p) for p in parts
+    )
     return len(values) == 1 and plain and len(several) <= 1
 
 
@@ -224,7 +230,9 @@ def _subscript(node: fx.Node, job: Job) -> None:
                 first = source.before(axis, bounds[0])
                 parts[place] = slice(first, max(source.before(axis, bounds[1]), first))
                 continue
-        number = job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None
+        number = (
+            job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None
+        )
         parts[place] = source.before(axis, number % size) if isinstance(number, int) else _chosen(job, axis)
     whole = isinstance(node.args[1], (tuple, list)) and not _is_index(node.args[1])
     node.args = (node.args[0], tuple(parts) if whole else parts[0])
@@ -289,7 +297,9 @@ def _pad(node: fx.Node, job: Job) -> None:
 
 def _pad_fits(node: fx.Node, record: Record) -> bool:
     widths: Any = _arguments(node, 1, ("pad",), 1)[0]
-    return isinstance(widths, (tuple, list)) and all(isinstance(width, int) and width >= 0 for width in widths)
+    return isinstance(widths, (tuple, list)) and all(
+        isinstance(width, int) and width >= 0 for width in widths
+    )
 
 
 def _groups(node: fx.Node, job: Job) -> None:
@@ -312,19 +322,19 @@ _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
 RESIZERS: dict[Any, Rewrite] = {
     "view": _SIZES, "reshape": _SIZES, torch.reshape: _SIZES, "expand": _SIZES, torch.broadcast_to: _SIZES,
     "broadcast_to": _SIZES, "new_zeros": _FILLED, "new_ones": _FILLED, "new_full": _FILLED,
-    torch.zeros: _FILLED, torch.ones: _FILLED, torch.full: _FILLED,
-    torch.chunk: _SPLIT, "chunk": _SPLIT, torch.split: _SPLIT, "split": _SPLIT, "split_with_sizes": _SPLIT,
-    torch.split_with_sizes: _SPLIT, torch.tensor_split: _SPLIT, "tensor_split": _SPLIT, "unsafe_chunk": _SPLIT,
+    torch.zeros: _FILLED, torch.ones: _FILLED, torch.full: _FILLED, torch.chunk: _SPLIT, "chunk": _SPLIT,
+    torch.split: _SPLIT, "split": _SPLIT, "split_with_sizes": _SPLIT, torch.split_with_sizes: _SPLIT,
+    torch.tensor_split: _SPLIT, "tensor_split": _SPLIT, "unsafe_chunk": _SPLIT,
     torch.functional.split: _SPLIT, torch.narrow: _NARROW, "narrow": _NARROW,
-    operator.getitem: Rewrite(_subscript, _subscript_fits),
-    functional.pad: _PAD, torch.constant_pad_nd: _PAD,
-    torch.roll: _REORDER, "roll": _REORDER, torch.index_select: _REORDER, "index_select": _REORDER,
-    torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
+    operator.getitem: Rewrite(_subscript, _subscript_fits), functional.pad: _PAD,
+    torch.constant_pad_nd: _PAD, torch.roll: _REORDER, "roll": _REORDER, torch.index_select: _REORDER,
+    "index_select": _REORDER, torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
 }  # fmt: skip
 """Functions and methods that are told sizes, with the way to tell them new ones."""
 
 MODULE_RESIZERS: dict[type[nn.Module], Rewrite] = {nn.Unflatten: Rewrite(_unflatten_module)}
 """Modules that hold sizes of their own."""
+
 
 def _normalized_shape(node: fx.Node, job: Job) -> None:
     """A norm over the channels is told how many there are."""
@@ -339,13 +349,14 @@ def _normalized_shape(node: fx.Node, job: Job) -> None:
 
 _NORM = Rewrite(_normalized_shape)
 NORMS: dict[Any, Rewrite] = {
-    functional.layer_norm: _NORM, torch.layer_norm: _NORM, functional.rms_norm: _NORM, torch.rms_norm: _NORM,
+    functional.layer_norm: _NORM, torch.layer_norm: _NORM, functional.rms_norm: _NORM,
+    torch.rms_norm: _NORM,
 }  # fmt: skip
 """Norms that are told the number of channels."""
 
 GROUPED: frozenset[Any] = frozenset({
-    functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose1d, functional.conv_transpose2d,
-    functional.conv_transpose3d, torch.conv1d, torch.conv2d, torch.conv3d,
+    functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose1d,
+    functional.conv_transpose2d, functional.conv_transpose3d, torch.conv1d, torch.conv2d, torch.conv3d,
 })  # fmt: skip
 """Functions that are told a number of groups, which follows the channels."""
 

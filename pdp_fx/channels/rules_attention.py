@@ -84,7 +84,11 @@ def attention(call: Call, flow: LabelFlow) -> None:
     result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
     head, token, inner = (result.ndim - 3, result.ndim - 2, result.ndim - 1)
     query, key, value = (heads_first(tensor, head, flow) for tensor in call.args[:3])
-    for name, layers, stays in (("query", query, {head, token}), ("key", key, {head}), ("value", value, {head, inner})):
+    for name, layers, stays in (
+        ("query", query, {head, token}),
+        ("key", key, {head}),
+        ("value", value, {head, inner}),
+    ):
         for layer in layers:
             if not layer.support <= stays:
                 flow.freeze(layer.ids, f"attention contracts this axis of its {name}")
@@ -99,8 +103,8 @@ def attention(call: Call, flow: LabelFlow) -> None:
         for layer in known:
             flow.tie(layer.ids, heads[2].ids)
         kept.append(heads[2])
-    for mask in [tensor for tensor in call.tensors()[3:]]:
-        _tie_mask(mask, head, heads[2], flow)
+    for mask in call.tensors()[3:]:
+        _tie_mask(mask, head, result.ndim, heads[2], flow)
     inside, tokens = along(value, inner), along(query, token)
     kept += [layer for layer in (inside,) if layer is not None]
     kept += [Layer(t.ids, torch.zeros_like(t.zero), (t,)) for t in (tokens,) if t is not None]
@@ -119,15 +123,16 @@ def _repeated(layer: Layer | None, heads: int) -> Layer | None:
     return Layer(ids, zero, (layer,))
 
 
-def _tie_mask(mask: Tensor, head: int, heads: Layer | None, flow: LabelFlow) -> None:
+def _tie_mask(mask: Tensor, head: int, rank: int, heads: Layer | None, flow: LabelFlow) -> None:
     """An attention mask with an axis of heads loses the same heads."""
+    place = head - (rank - mask.ndim)
+    own = [layer for layer in flow.layers(mask) if layer.support == frozenset({place})]
     for layer in flow.layers(mask):
-        if layer.support == {head} and heads is not None:
-            flow.tie(layer.ids, heads.ids)
+        if layer in own and heads is not None:
+            flow.tie(layer.ids.reshape(-1), heads.ids.reshape(-1))
         else:
             flow.freeze(layer.ids, "it lies along an axis of an attention mask")
-    missing = heads is not None and mask.ndim > head and mask.shape[head] > 1
-    if missing and not any(layer.support == {head} for layer in flow.layers(mask)):
+    if heads is not None and not own and 0 <= place < mask.ndim and mask.shape[place] > 1:
         flow.freeze(heads.ids, "attention adds a mask with values for every head")
 
 

@@ -23,7 +23,7 @@ def axis_layer(tensor: Tensor, axis: int, flow: LabelFlow) -> Layer | None:
 
 def along(layers: list[Layer], axis: int) -> Layer | None:
     """The layer that changes along ``axis`` and nowhere else, or None."""
-    return next((layer for layer in layers if layer.support == {axis}), None)
+    return next((layer for layer in layers if layer.support == frozenset({axis})), None)
 
 
 def channel_layer(tensor: Tensor, axis: int, flow: LabelFlow, why: str) -> Layer | None:
@@ -61,7 +61,9 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     read = channel_layer(source, channel_axis, flow, "it lies along an axis that a convolution sweeps")
     columns, rows = (0, 1) if transposed else (1, 0)
     parts = (axis_layer(weight, columns, flow), axis_layer(weight, rows, flow))
-    per_channel = source.numel() // source.shape[channel_axis] if transposed else call.result.numel() // outputs
+    per_channel = (
+        source.numel() // source.shape[channel_axis] if transposed else call.result.numel() // outputs
+    )
     flow.contract(weight, per_channel, None if read is None else read.ids.reshape(-1))
     if groups == 1:
         consume(read, parts[0], flow)
@@ -75,7 +77,9 @@ def convolution(call: Call, flow: LabelFlow) -> None:
 
 
 def _placed(layer: Layer, axis: int, ndim: int) -> Layer:
-    return Layer(shaped(layer.ids.reshape(-1), axis, ndim), shaped(layer.zero.reshape(-1), axis, ndim), layer.needs)
+    return Layer(
+        shaped(layer.ids.reshape(-1), axis, ndim), shaped(layer.zero.reshape(-1), axis, ndim), layer.needs
+    )
 
 
 def _with_bias(rows: Layer, bias: Tensor | None, flow: LabelFlow) -> Layer:

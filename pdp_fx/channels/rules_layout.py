@@ -18,19 +18,19 @@ from pdp_fx.channels.labels import Layer, compress, shaped
 aten = torch.ops.aten
 
 SIZED = frozenset({
-    aten.index_select, aten.index,
-    aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.slice, aten.select, aten.split,
-    aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk, aten.repeat, aten.unfold, aten.roll, aten.diagonal,
-    aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.expand, aten.constant_pad_nd,
+    aten.index_select, aten.index, aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias,
+    aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk,
+    aten.repeat, aten.unfold, aten.roll, aten.diagonal, aten.pixel_shuffle, aten.pixel_unshuffle,
+    aten.channel_shuffle, aten.expand, aten.constant_pad_nd,
 })  # fmt: skip
 """Operations that are told sizes, positions or counts, which may be those of a channel axis."""
 
 
 @rule(
-    aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.squeeze,
-    aten.unsqueeze, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.flip, aten.roll,
-    aten.unfold, aten.pixel_unshuffle, aten.repeat, aten.clone, aten.detach, aten.alias,
-    aten._to_copy, aten.narrow, aten.diagonal, aten.lift_fresh, aten.contiguous, aten.movedim,
+    aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand,
+    aten.squeeze, aten.unsqueeze, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
+    aten.flip, aten.roll, aten.unfold, aten.pixel_unshuffle, aten.repeat, aten.clone, aten.detach,
+    aten.alias, aten._to_copy, aten.narrow, aten.diagonal, aten.lift_fresh, aten.contiguous, aten.movedim,
     aten._reshape_alias, aten.chunk, aten.index_select, aten.index,
 )  # fmt: skip
 def layout(call: Call, flow: LabelFlow) -> None:
@@ -52,7 +52,8 @@ def layout(call: Call, flow: LabelFlow) -> None:
 
 
 CUTS = frozenset({
-    aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk, aten.index_select,
+    aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk,
+    aten.index_select,
 })  # fmt: skip
 """Operations that cut one axis, which is their argument ``dim``."""
 
@@ -70,9 +71,9 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
             cut = flow.without(layer, frozenset({axis}), "these channels are cut apart")
             layers += [] if cut is None else [cut]
             continue
-        if layer.support == {axis} and packet is aten.unbind:
+        if layer.support == frozenset({axis}) and packet is aten.unbind:
             flow.freeze(layer.ids, "each of these channels becomes a tensor of its own")
-        elif layer.support == {axis} and packet is aten.select:
+        elif layer.support == frozenset({axis}) and packet is aten.select:
             why = "this channel is picked by its number"
             flow.freeze(layer.ids.select(axis, int(call.args[2])), why, "give it a layer of its own")
         layers.append(layer)
@@ -275,7 +276,9 @@ def pixel_shuffle(call: Call, flow: LabelFlow) -> None:
     tie_blocks(call, axis, blocks, False, flow)
     layers: list[Layer] = []
     for layer in flow.layers(source):
-        kept = flow.without(layer, frozenset({axis + 1, axis + 2}), "pixel_shuffle spreads other channels over this axis")
+        kept = flow.without(
+            layer, frozenset({axis + 1, axis + 2}), "pixel_shuffle spreads other channels over this axis"
+        )
         if kept is not None and axis in kept.support:
             shape = [*kept.ids.shape[:axis], blocks, -1, *kept.ids.shape[axis + 1 :]]
             ids, zero = kept.ids.reshape(shape), kept.zero.reshape(shape)
@@ -295,7 +298,8 @@ def tie_blocks(call: Call, axis: int, blocks: int, across: bool, flow: LabelFlow
 
 
 @rule(
-    aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor, aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
+    aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor,
+    aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
 )  # fmt: skip
 def factory(call: Call, flow: LabelFlow) -> None:
     """A tensor of one value throughout loses any index; one of different values keeps them all."""

@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 
 @rule(
-    aten.native_batch_norm, aten._native_batch_norm_legit_no_training, aten.cudnn_batch_norm, aten._native_batch_norm_legit,
-    aten._batch_norm_no_update, aten.miopen_batch_norm,
+    aten.native_batch_norm, aten._native_batch_norm_legit_no_training, aten.cudnn_batch_norm,
+    aten._native_batch_norm_legit, aten._batch_norm_no_update, aten.miopen_batch_norm,
 )  # fmt: skip
 def batch_norm(call: Call, flow: LabelFlow) -> None:
     """Tie weight, bias and running statistics to the channels; weight and bias decide what is 0."""
@@ -67,7 +67,7 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
     kept: list[Layer] = []
     masked = False
     for layer in flow.layers(source):
-        if layer.support == {axis} and normalised - set(range(2, source.ndim)) == {axis} - set(range(2, source.ndim)):
+        if layer.support == frozenset({axis}) and (groups or normalised == frozenset({axis})):
             if groups > 1:
                 grid = layer.ids.reshape(groups, -1)
                 flow.bind(grid, grid[:1])
@@ -104,13 +104,15 @@ def _normalised_axes(call: Call) -> frozenset[int]:
 
 
 SPATIAL = {
-    aten.max_pool2d_with_indices: 2, aten.max_pool3d_with_indices: 3, aten.avg_pool2d: 2, aten.avg_pool3d: 3,
-    aten._adaptive_avg_pool2d: 2, aten._adaptive_avg_pool3d: 3, aten.adaptive_max_pool2d: 2, aten.adaptive_max_pool3d: 3,
-    aten.upsample_nearest1d: 1, aten.upsample_nearest2d: 2, aten.upsample_nearest3d: 3, aten._upsample_nearest_exact2d: 2,
-    aten.upsample_bilinear2d: 2, aten.upsample_bicubic2d: 2, aten.upsample_linear1d: 1, aten.upsample_trilinear3d: 3,
-    aten._upsample_bilinear2d_aa: 2, aten._upsample_bicubic2d_aa: 2, aten.reflection_pad2d: 2, aten.replication_pad2d: 2,
-    aten.reflection_pad1d: 1, aten.replication_pad1d: 1, aten.reflection_pad3d: 3, aten.replication_pad3d: 3,
-    aten.max_pool2d: 2, aten.adaptive_avg_pool1d: 1, aten.avg_pool1d: 1,
+    aten.max_pool2d_with_indices: 2, aten.max_pool3d_with_indices: 3, aten.avg_pool2d: 2,
+    aten.avg_pool3d: 3, aten._adaptive_avg_pool2d: 2, aten._adaptive_avg_pool3d: 3,
+    aten.adaptive_max_pool2d: 2, aten.adaptive_max_pool3d: 3, aten.upsample_nearest1d: 1,
+    aten.upsample_nearest2d: 2, aten.upsample_nearest3d: 3, aten._upsample_nearest_exact2d: 2,
+    aten.upsample_bilinear2d: 2, aten.upsample_bicubic2d: 2, aten.upsample_linear1d: 1,
+    aten.upsample_trilinear3d: 3, aten._upsample_bilinear2d_aa: 2, aten._upsample_bicubic2d_aa: 2,
+    aten.reflection_pad2d: 2, aten.replication_pad2d: 2, aten.reflection_pad1d: 1,
+    aten.replication_pad1d: 1, aten.reflection_pad3d: 3, aten.replication_pad3d: 3, aten.max_pool2d: 2,
+    aten.adaptive_avg_pool1d: 1, aten.avg_pool1d: 1,
 }  # fmt: skip
 """Operations on the last axes only, by their number; zero stays zero in all of them."""
 
@@ -135,8 +137,10 @@ def _axes(source: Tensor, axes: Any) -> frozenset[int]:
     return frozenset(axis % source.ndim for axis in listed)
 
 
-@rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.var_mean, aten.prod, aten.max, aten.min,
-      aten.any, aten.all, aten.norm, aten.linalg_vector_norm)  # fmt: skip
+@rule(
+    aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.var_mean, aten.prod, aten.max, aten.min,
+    aten.any, aten.all, aten.norm, aten.linalg_vector_norm,
+)  # fmt: skip
 def reduction(call: Call, flow: LabelFlow) -> None:
     """Reducing other axes keeps the channels; summing channels needs them to be 0; the rest freezes."""
     packet = call.func.overloadpacket
@@ -184,7 +188,10 @@ def softmax(call: Call, flow: LabelFlow) -> None:
     """A softmax over the channels changes with each of them; over another axis it is never 0."""
     source = call.args[0]
     axis = int(call.args[1]) % source.ndim
-    moved = [flow.without(layer, frozenset({axis}), "a softmax runs over these channels") for layer in flow.layers(source)]
+    moved = [
+        flow.without(layer, frozenset({axis}), "a softmax runs over these channels")
+        for layer in flow.layers(source)
+    ]
     flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,)) for m in moved if m is not None])
 
 
@@ -195,7 +202,7 @@ def sampling(call: Call, flow: LabelFlow) -> None:
     flow.freeze_all(call.tensors()[1:], "these values choose places of another tensor")
     kept: list[Layer] = []
     for layer in flow.layers(image):
-        if layer.support == {1}:
+        if layer.support == frozenset({1}):
             kept.append(Layer(layer.ids, layer.zero, (layer,)))
         else:
             flow.freeze(layer.ids, "it is sampled along this axis")

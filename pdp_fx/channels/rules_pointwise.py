@@ -64,7 +64,10 @@ def _avoid_bare_values(
     sizes = [(1,) * (ndim - operand.ndim) + tuple(operand.shape) for operand in operands]
     while True:
         covered = [frozenset[int]().union(*(layer.support for layer in layers)) for layers in lifted]
-        bare = [{axis for axis in range(ndim) if size[axis] > 1} - cover for size, cover in zip(sizes, covered, strict=True)]
+        bare = [
+            {axis for axis in range(ndim) if size[axis] > 1} - cover
+            for size, cover in zip(sizes, covered, strict=True)
+        ]
         blocked = frozenset[int]().union(*bare)
         stops = [[blocked | _inner_axes(layer, lifted) for layer in layers] for layers in lifted]
         pairs = [list(zip(layers, stop, strict=True)) for layers, stop in zip(lifted, stops, strict=True)]
@@ -81,7 +84,9 @@ def _inner_axes(layer: Layer, lifted: list[tuple[Layer, ...]]) -> frozenset[int]
     """
     if len(layer.support) < 2:
         return frozenset()
-    single = frozenset[int]().union(*(other.support for layers in lifted for other in layers if len(other.support) == 1))
+    single = frozenset[int]().union(
+        *(other.support for layers in lifted for other in layers if len(other.support) == 1)
+    )
     return layer.support & single - {min(layer.support)}
 
 

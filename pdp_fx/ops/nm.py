@@ -11,11 +11,10 @@ integer in millionths, which survives a model's change of dtype.
 """
 
 import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from pdp_fx.ops.select import readable
 from pdp_fx.ops.threshold import compute_dtype
 
 MILLIONTHS = 1_000_000
@@ -35,21 +34,6 @@ SORTING_NETWORKS: dict[int, tuple[tuple[int, int], ...]] = {
 def group_view(weight: Tensor, m: int) -> Tensor:
     """View a weight (O, I, *kernel) as its groups (O, I/M, M, *kernel); M must divide I."""
     return torch.unflatten(weight, 1, (-1, m))
-
-
-def nm_threshold(weight: Tensor, m: int, kappa: Tensor) -> Tensor:
-    """Return the threshold t of every group.
-
-    Args:
-        weight: (O, I, *kernel) with I a multiple of M.
-        m: M, the size of a group.
-        kappa: 0-dim int64, how many weights of each group are pruned now, in millionths; clipped to
-            0..(M-1) * 1e6, since a group keeps at least one weight; on the device of `weight`.
-
-    Returns:
-        (O, I/M, 1, *kernel) in `compute_dtype(weight.dtype)`; broadcasts against `group_view(weight, m)`.
-    """
-    return _nm_threshold(weight, m, kappa)
 
 
 def nm_pruned(weight: Tensor, keep: int, m: int, pruned_now: int | Tensor) -> Tensor:
@@ -74,51 +58,57 @@ def nm_pruned(weight: Tensor, keep: int, m: int, pruned_now: int | Tensor) -> Te
     return (ranks < allowed).movedim(0, 2).flatten(1, 2)
 
 
-@torch.library.custom_op("pdp_fx::nm_threshold", mutates_args=())
-def _nm_threshold(weight: Tensor, m: int, kappa: Tensor) -> Tensor:
-    pruned = kappa.clamp(0, (m - 1) * MILLIONTHS)
-    groups = group_view(weight, m)
-    if pruned.device.type == "cpu" and int(pruned) == 0:
-        return _empty_threshold(groups).fill_(-math.inf)
-    ordered = sorted_magnitudes(groups)
+def nm_threshold(weight: Tensor, m: int, kappa: Tensor) -> Tensor:
+    """Return the threshold t of every group, a constant for autograd.
+
+    Args:
+        weight: (O, I, *kernel) with I a multiple of M.
+        m: M, the size of a group.
+        kappa: 0-dim int64, how many weights of each group are pruned now, in millionths; clipped to
+            0..(M-1) * 1e6, since a group keeps at least one weight; on the device of `weight`.
+
+    Returns:
+        (O, I/M, 1, *kernel) in `compute_dtype(weight.dtype)`; broadcasts against `group_view(weight, m)`.
+    """
+    planes = group_view(weight.detach(), m).movedim(2, 0).to(compute_dtype(weight.dtype))
+    squared = squared_thresholds(planes, kappa)
+    return torch.where(squared < 0, squared, squared.sqrt()).unsqueeze(2)
+
+
+def squared_thresholds(planes: Tensor, kappa: Tensor) -> Tensor:
+    """Return t |t| of every group; -inf where nothing is pruned.
+
+    Args:
+        planes: (M, ...), the i-th weights of all groups in plane i; left as they are.
+        kappa: as in `nm_threshold`.
+
+    Returns:
+        The shape of one plane.
+    """
+    pruned = kappa.clamp(0, (len(planes) - 1) * MILLIONTHS)
+    if readable(pruned) and int(pruned) == 0:
+        return planes.new_full(planes.shape[1:], -math.inf)
+    ordered = sorted_magnitudes(planes)
     squared = torch.zeros_like(ordered[0])
-    for k, share in enumerate(_level_shares(pruned, m), start=1):
+    for k, share in enumerate(_level_shares(pruned, len(planes)), start=1):
         if not isinstance(share, float) or share > 0.0:
-            t_k = (ordered[k - 1] + ordered[k]).mul_(0.5)
-            squared += t_k.square_().mul_(share)
-    return torch.where(pruned > 0, squared.sqrt_(), -math.inf).unsqueeze(2)
+            t_k = (ordered[k - 1] + ordered[k]) * 0.5
+            squared = torch.addcmul(squared, t_k, t_k * share)
+    return squared if readable(pruned) else torch.where(pruned > 0, squared, -math.inf)
 
 
-@_nm_threshold.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(weight: Tensor, m: int, kappa: Tensor) -> Tensor:
-    return _empty_threshold(group_view(weight, m))
-
-
-def _mark_constant(ctx: Any, inputs: tuple[Tensor, int, Tensor], output: Tensor) -> None:
-    ctx.mark_non_differentiable(output)
-
-
-def _no_gradient(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-    return None, None, None
-
-
-_nm_threshold.register_autograd(  # pyright: ignore[reportUnknownMemberType]
-    _no_gradient, setup_context=_mark_constant
-)
-
-
-def sorted_magnitudes(groups: Tensor) -> tuple[Tensor, ...]:
-    """Sort |w| inside each group (O, I/M, M, *kernel): M tensors (O, I/M, *kernel), the smallest first."""
-    planes = groups.movedim(2, 0)
-    planes = (
-        torch.empty(planes.shape, dtype=compute_dtype(groups.dtype), device=groups.device)
-        .copy_(planes)
-        .abs_()
-    )
+def sorted_magnitudes(planes: Tensor) -> tuple[Tensor, ...]:
+    """Sort |w| inside each group, given as (M, ...): M tensors, the smallest first."""
+    magnitudes = planes.abs()
     network = SORTING_NETWORKS.get(len(planes))
     if network is None:
-        return planes.sort(0).values.unbind()
-    ordered, spare = list(planes.unbind()), torch.empty_like(planes[0])
+        return magnitudes.sort(0).values.unbind()
+    ordered = list(magnitudes.unbind())
+    if torch.compiler.is_compiling():
+        for i, j in network:
+            ordered[i], ordered[j] = torch.minimum(ordered[i], ordered[j]), torch.maximum(ordered[i], ordered[j])
+        return tuple(ordered)
+    spare = torch.empty_like(ordered[0])
     for i, j in network:
         torch.minimum(ordered[i], ordered[j], out=spare)
         torch.maximum(ordered[i], ordered[j], out=ordered[j])
@@ -130,8 +120,4 @@ def _level_shares(pruned: Tensor, m: int) -> list[float] | tuple[Tensor, ...]:
     levels = torch.arange(1, m, device=pruned.device) * MILLIONTHS
     shares = (MILLIONTHS - (pruned - levels).abs()).clamp(min=0).double() / MILLIONTHS
     # On a device the shares stay there: reading them would wait for it.
-    return [float(share) for share in shares] if pruned.device.type == "cpu" else shares.unbind()
-
-
-def _empty_threshold(groups: Tensor) -> Tensor:
-    return groups.new_empty(groups[:, :, :1].shape, dtype=compute_dtype(groups.dtype))
+    return [float(share) for share in shares] if readable(pruned) else shares.unbind()

@@ -124,7 +124,7 @@ def _partitioned(keys: Values, low: int, high: int) -> tuple[Any, Any]:
 
 def _bracket(values: Values, rank: int, key: np.ufunc) -> tuple[Any, Any]:
     """Return two keys that very probably have the one of this rank (from 0) between them."""
-    stride = round(values.size ** (1 / 3) / 3)
+    stride = round(values.size ** (1 / 3) / 2)
     # A stride that shares a factor with the shape would look at a few kernel positions or channels only.
     while math.gcd(stride, values.size) > 1:
         stride += 1
@@ -134,7 +134,13 @@ def _bracket(values: Values, rank: int, key: np.ufunc) -> tuple[Any, Any]:
     margin = 2 + round(3 * math.sqrt(sample.size * share * (1 - share)))
     centre = round(share * sample.size)
     first, last = max(centre - margin, 0), min(centre + margin, sample.size - 1)
-    sample.partition((first, last))
+    # numpy finds one rank at a time much faster than two at once.
+    if 2 * rank < values.size:
+        sample.partition(last)
+        sample[:last].partition(first)
+    else:
+        sample.partition(first)
+        sample[first + 1 :].partition(last - first - 1)
     return sample[first] if first > 0 else -np.inf, sample[last] if last < sample.size - 1 else np.inf
 
 

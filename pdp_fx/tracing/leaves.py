@@ -14,10 +14,6 @@ COMPOSITES = (
 """Modules of `torch.nn` that are made of others; a recording shows what they do."""
 
 
-BY_MODE = "acts differently in training mode"
-"""Why a module is kept whole whose steps in eval mode are known and always the same."""
-
-
 def is_whole(module: nn.Module) -> bool:
     """Whether a recording keeps a module whole: a leaf that is not made of others."""
     return is_leaf(module) and not isinstance(module, COMPOSITES)

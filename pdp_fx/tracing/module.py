@@ -6,7 +6,7 @@ model's whole tree of names, and pickles the graph itself.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import fx, nn
 
@@ -25,6 +25,17 @@ class TracedModule(fx.GraphModule):
             mine, theirs = vars(self)[name], vars(root)[name]
             mine.clear()
             mine.update(theirs)
+        self.always_eval: tuple[str, ...] = vars(root).get("always_eval", ())
+        """Paths of modules that the model's own `train` keeps in eval mode."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as the model's own `train` does."""
+        super().train(mode)
+        modules = dict(self.named_modules()) if self.always_eval else {}
+        for path in self.always_eval:
+            if path in modules:
+                modules[path].training = False
+        return self
 
     def _deepcopy_init(self) -> Callable[..., None]:
         return TracedModule.__init__
@@ -40,6 +51,12 @@ def _restore(class_name: str, state: dict[str, Any], text: GraphText) -> TracedM
     gm = TracedModule(root, graph_from_text(text), class_name)
     vars(gm).update({key: value for key, value in state.items() if key not in _TREE})
     return gm
+
+
+def always_eval(model: nn.Module) -> tuple[str, ...]:
+    """The modules that `model.train()` leaves in eval mode; the caller puts the flags back."""
+    model.train()
+    return tuple(path for path, module in model.named_modules() if path and not module.training)
 
 
 def mirror(model: nn.Module, opaque: frozenset[str] = frozenset()) -> nn.Module:

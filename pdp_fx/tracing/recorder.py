@@ -64,6 +64,7 @@ class Recorder:
         self.origins = Origins(model, self.watch, self._alias)
         self.arguments = Arguments(self.origins, self.session)
         self._calls: Counter[str] = Counter()
+        self._buffers = dict(model._buffers)
 
     def placeholder(self, name: str, example: Any, default: Args = ()) -> tuple[Step, Any]:
         """Add an input of the model; returns its step and the example to run with."""
@@ -130,7 +131,7 @@ class Recorder:
                 step = self.step("call_module", path, args, kwargs)
                 step.reason = self.opaque.get(Whole(path), "")
                 return self._whole(step, call, (module, *args), kwargs)
-        with self._entered(path):
+        with self._entered(path, module):
             return call(module, *args, **kwargs)
 
     def method(self, whole: Whole, method: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -155,17 +156,30 @@ class Recorder:
         return self._commit(step, result, changed)
 
     @contextmanager
-    def _entered(self, path: str) -> Iterator[None]:
+    def _entered(self, path: str, module: nn.Module) -> Iterator[None]:
         self._calls[path] += 1
         outer, self.scope = self.scope, Scope(path, self._calls[path], self.scope)
         self.scopes.add(self.scope)
+        buffers = dict(module._buffers)
         try:
             yield
-            self._check_generators()
+            self._leave(module, buffers)
         finally:
             self.scope = outer
 
-    def _check_generators(self) -> None:
+    def _leave(self, module: nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
+        """Look for what a module did besides calling functions.
+
+        A buffer that it replaced by another tensor is, in the graph, overwritten.
+        """
+        for name, before in buffers.items():
+            after = module._buffers.get(name)
+            if after is before:
+                continue
+            if before is None or after is None or _kind(before) != _kind(after):
+                raise UnrecordableError(f"replaces its buffer {name}", Whole(self.scope.path))
+            with self.silent():
+                self.function(torch.Tensor.copy_, (before, self.function(torch.Tensor.detach, (after,), {})), {})
         if self.watch.has_drawn_outside():
             raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
 
@@ -173,7 +187,7 @@ class Recorder:
         """The recording of a run that is over and gave this result."""
         if self.failure is not None:
             raise self.failure
-        self._check_generators()
+        self._leave(self.model, self._buffers)
         return Recording(tuple(self.steps), self.arguments.output(result), frozenset(self.scopes))
 
     @contextmanager
@@ -243,3 +257,7 @@ class Recorder:
                     return whole
             frame = frame.f_back
         return Whole(self.scope.path)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

@@ -35,7 +35,11 @@ def measured(
     job: Job, model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Any:
     subject = Subject(model, lambda: (torch.randn(2, 3, 6, 6),))
-    monkeypatch.setattr(zoo_measure, "build", lambda zoo, name: subject)
+
+    def build(zoo: str, name: str) -> Subject:
+        return subject
+
+    monkeypatch.setattr(zoo_measure, "build", build)
     zoo_measure.measure(job)
     row: dict[str, Any] = {}
     for text in capsys.readouterr().out.splitlines():

@@ -69,7 +69,7 @@ def large_tensors() -> dict[str, Tensor]:
     size = BLOCK + 4321
     noise = torch.randn(size).abs()
     misleading = torch.rand(size)
-    misleading[:: round(size ** (1 / 3) / 3)] += 5.0
+    misleading[:: round(size ** (1 / 3) / 2)] += 5.0
     return {
         "normal": noise,
         "sorted": noise.sort().values,

@@ -1,0 +1,155 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from tests.tracing.checks import exact, opaque, targets
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+class InPlace(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = y
+        y += x
+        y.mul_(2)
+        return F.relu(y, inplace=True) + z
+
+
+class ThroughView(Base):
+    """Changes a tensor through a view of it, and never looks at the view again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y[:, 0].add_(1)
+        y[:, 1:3] = 0
+        y.view(-1).clamp_(max=0.5)
+        return y * 2
+
+
+class Mask(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.new_zeros(x.shape[0], 4)
+        for i, rows in enumerate((slice(0, -1), slice(-1, None))):
+            mask[rows, i] = i + 1
+        return self.linear(x) + mask
+
+
+class Counter(Base):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.linear(x - self.mean)
+
+
+class Replaces(Base):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return self.linear(x - self.mean)
+
+
+@pytest.mark.parametrize("kind", [InPlace, ThroughView, Mask, Counter])
+def test_changes_in_place_happen_in_the_graph(kind: type[Base]) -> None:
+    gm = exact(kind(), torch.randn(3, 4), torch.randn(5, 4))
+    before = targets(gm)
+    gm.graph.eliminate_dead_code()
+    assert targets(gm) == before
+
+
+def test_a_replaced_buffer_is_overwritten() -> None:
+    gm = exact(nn.Sequential(nn.Linear(4, 4), Replaces()), torch.randn(3, 4), torch.randn(5, 4))
+    assert not opaque(gm)
+    assert "copy_" in targets(gm)
+    exact(Replaces(), torch.randn(3, 4))
+
+
+def test_an_input_is_changed_as_the_model_changes_it() -> None:
+    class Changes(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            x.sub_(1)
+            return self.linear(x)
+
+    gm = exact(Changes(), torch.randn(3, 4))
+    x = torch.zeros(3, 4)
+    gm(x)
+    assert torch.equal(x, -torch.ones(3, 4))
+
+
+def test_a_function_that_returns_its_argument_does_not_take_its_place() -> None:
+    class Skip(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.dropout(x.contiguous(), 0.5, training=self.training)
+            return x + self.linear(y)
+
+    gm = exact(Skip(), torch.randn(3, 4))
+    add = next(node for node in gm.graph.nodes if "add" in node.name)
+    assert add.args[0].op == "placeholder"
+
+
+def test_a_region_without_gradients_has_none() -> None:
+    class Partly(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = self.linear(x).norm()
+            return self.linear(x) / scale
+
+    exact(Partly(), torch.randn(3, 4))
+
+
+def test_a_region_without_autocast_has_none() -> None:
+    class Partly(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                y = x @ x.t()
+            return self.linear(x).sum() * y
+
+    model = Partly()
+    gm = exact(model, torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gm(x).dtype == model(x).dtype
+        assert torch.equal(gm(x), model(x))
+
+
+def test_a_tensor_made_before_the_run_is_a_constant() -> None:
+    scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    class Scaled(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * scale) + torch.from_numpy(scale.numpy().copy())
+
+    gm = exact(Scaled(), torch.randn(3, 4))
+    assert gm.get_buffer("_tensor_constant0") is scale
+    assert list(gm.state_dict()) == ["linear.weight", "linear.bias"]
+
+
+def test_a_tensor_from_code_that_nobody_sees_is_no_constant() -> None:
+    class Hidden(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + torch.Tensor(3, 4).fill_(1)
+
+    gm = exact(nn.Sequential(Hidden()), torch.randn(3, 4))
+    assert "torch functions do not show" in opaque(gm)["0"]
+    with pytest.raises(TraceError, match="the forward of Hidden itself"):
+        trace(Hidden(), torch.randn(3, 4))

@@ -1,0 +1,212 @@
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pdp_fx.tracing.modes import When
+from tests.tracing.checks import exact, opaque, targets
+
+
+class DropPath(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = x.new_empty((x.shape[0], 1)).bernoulli_(0.5)
+        return x * keep / 0.5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop_path = DropPath()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop_path(self.linear(x))
+
+
+class Heads(NamedTuple):
+    main: Tensor
+    auxiliary: Tensor
+
+
+class Auxiliary(nn.Module):
+    """A second head in training only, with BatchNorm, dropout and an in-place activation in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.main = nn.Linear(4, 2)
+        self.side = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor | Heads:
+        h = self.trunk(x)
+        if self.training:
+            return Heads(self.main(h), F.relu(self.side(h), inplace=True))
+        return self.main(h)
+
+
+class Counting(nn.BatchNorm1d):
+    """Like the BatchNorm layers of timm: its own forward, which counts batches in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+        )
+
+
+def test_leaf_layers_follow_the_mode() -> None:
+    exact(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)), torch.randn(2, 3, 8, 8))
+
+
+def test_a_training_flag_of_a_function_is_read_from_its_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.linear(x), 0.5, training=self.training)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    for model, names in ((Net(), ["linear", "mode"]), (Outer(), ["inner.linear", "inner"])):
+        gm = exact(model, torch.randn(2, 4), torch.randn(3, 4))
+        assert targets(gm) == [*names, "getattr", "dropout"]
+
+
+def test_one_part_may_be_in_another_mode() -> None:
+    model = nn.Sequential(Block(), Block())
+    gm = exact(model, torch.randn(8, 4))
+    gm.train()
+    gm.get_submodule("1").eval()
+    model.train()
+    model[1].eval()
+    x = torch.randn(8, 4)
+    torch.manual_seed(3)
+    wanted = model(x)
+    torch.manual_seed(3)
+    assert torch.equal(gm(x), wanted)
+
+
+def test_a_number_that_differs_by_mode_is_picked() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.linear(x), 0.5 if self.training else 0.0)
+
+    gm = exact(Net(), torch.randn(2, 4))
+    assert targets(gm) == ["linear", "mode", "getattr", "getitem", "dropout"]
+
+
+def test_drop_path_without_weights_stays_whole() -> None:
+    gm = exact(nn.Sequential(Block(), Block()), torch.randn(8, 4), torch.randn(3, 4))
+    assert opaque(gm) == dict.fromkeys(("0.drop_path", "1.drop_path"), "acts differently in training mode")
+
+
+def test_an_auxiliary_head_is_traced_into() -> None:
+    gm = exact(Auxiliary(), torch.randn(4, 4), torch.randn(6, 4))
+    assert {"side.0", "side.1", "side.3"} <= set(targets(gm))
+    assert not any(isinstance(node.target, When) for node in gm.graph.nodes)
+
+
+def test_a_buffer_counted_in_training_only() -> None:
+    gm = exact(nn.Sequential(nn.Linear(4, 4), Counting(4)), torch.randn(4, 4))
+    assert [node.target.function for node in gm.graph.nodes if isinstance(node.target, When)] == [torch.Tensor.add_]
+
+
+def test_random_numbers_drawn_in_training_only() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                noise = torch.randn_like(x).mul_(0.1)
+                x = x + noise
+            return self.linear(x)
+
+    exact(Noisy(), torch.randn(2, 4), torch.randn(3, 4))
+
+
+def test_random_numbers_nobody_uses_are_drawn_all_the_same() -> None:
+    class Wasteful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(())
+            x.new_empty(3).bernoulli_()
+            return self.linear(x)
+
+    gm = exact(Wasteful(), torch.randn(2, 4))
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    x = torch.randn(2, 4)
+    torch.manual_seed(0)
+    Wasteful().eval()(x)
+    gm(x)
+    assert "bernoulli_" in targets(gm)
+
+
+def test_steps_of_eval_mode_only() -> None:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            one, two = self.one(x), self.two(x)
+            if self.training:
+                return one, two
+            return (one + two) / 2
+
+    exact(Distilled(), torch.randn(2, 4), torch.randn(3, 4))
+
+
+def test_targets_are_needed_in_training_only() -> None:
+    class Losses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            y = self.linear(x)
+            if self.training:
+                return F.cross_entropy(y, labels)
+            return y
+
+    gm = exact(Losses(), (torch.randn(2, 4), torch.tensor([0, 1])))
+    assert gm.eval()(torch.randn(5, 4)).shape == (5, 2)
+
+
+def test_a_train_override_is_followed() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def train(self, mode: bool = True) -> "Frozen":
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x))
+
+    gm = exact(Frozen(), torch.randn(4, 4))
+    assert not gm.train().get_submodule("norm").training

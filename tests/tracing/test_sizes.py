@@ -1,0 +1,114 @@
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pdp_fx.tracing.sizes import Session, live
+from pdp_fx.tracing.steps import Attribute, Expr
+from tests.tracing.checks import exact, targets
+
+
+class Windows(nn.Module):
+    """Cuts an image into windows and puts it together again, with sizes read from tensors only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        size = 2
+        rows, columns = h // size, math.ceil(w / size)
+        x = x.view(n, c, rows, size, columns, size).permute(0, 2, 4, 3, 5, 1).reshape(-1, size * size, c)
+        x = self.linear(x)
+        x = x.view(n, rows, columns, size, size, c).permute(0, 5, 1, 3, 2, 4)
+        return x.reshape(n, c, h, w) * c**-0.5
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.size(1), device=x.device)
+        causal = torch.ones(x.shape[1], x.shape[1]).tril().to(x)
+        return causal @ (x + self.table(steps)[None, : x.shape[-2]])
+
+
+def test_sizes_stay_computations() -> None:
+    exact(Windows(), torch.randn(2, 4, 4, 6), torch.randn(3, 4, 4, 6), torch.randn(1, 4, 8, 2))
+
+
+def test_positions_grow_with_the_input() -> None:
+    exact(Positions(), torch.randn(2, 5, 4), torch.randn(3, 7, 4))
+
+
+def test_a_size_is_written_once_for_each_tensor_and_axis() -> None:
+    gm = exact(Windows(), torch.randn(2, 4, 4, 6))
+    reads = [node.args for node in gm.graph.nodes if node.target == "size"]
+    assert len(reads) == len(set(reads))
+
+
+def test_a_size_that_is_only_compared_leaves_no_node() -> None:
+    class Checked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.shape[1] == 4
+            torch._assert(x.dim() == 2 and x.size(-1) < 8, "too wide")
+            return self.linear(x)
+
+    assert targets(exact(Checked(), torch.randn(2, 4))) == ["linear"]
+
+
+def test_sizes_of_weights_are_read_from_the_weights() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).view(-1, self.linear.weight.shape[0])
+
+    assert targets(exact(Scaled(), torch.randn(2, 4))) == ["linear", "linear.weight", "size", "view"]
+
+
+def test_the_number_of_elements_and_a_constants_item_stay_alive() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            count = torch.tensor([x.shape[0], 2]).max().item()
+            return x.sum() / x.numel() + torch.zeros(int(count) if count < 0 else 1)
+
+    exact(Mean(), torch.randn(2, 4), torch.randn(3, 4))
+
+
+def test_the_device_is_read_from_the_tensor() -> None:
+    gm = exact(Positions(), torch.randn(2, 5, 4))
+    reads = [node for node in gm.graph.nodes if node.target is getattr]
+    assert [node.args[1] for node in reads] == ["device"]
+
+
+def test_live_numbers_act_like_numbers() -> None:
+    session = Session()
+    n = live(6, Attribute("n"), session)
+    assert (n + 1, 1 + n, n // 4, n % 4, -n, n / 4, n**2, 7 - n, divmod(n, 4)) == (7, 7, 1, 2, -6, 1.5, 36, 1, (1, 2))
+    assert (math.floor(n / 4), math.ceil(n / 4), round(n / 4), abs(-n)) == (1, 2, 2, 6)
+    assert {n: "six"}[6] == "six"
+    assert n == 6
+    assert n > 5
+    assert type(copy.deepcopy(n)) is int
+    assert (n * 2).value == Expr((n * 2).value.call, (n.value, 2)) or (n * 2).value.args == (Attribute("n"), 2)
+    assert n + 0 is n
+    assert 1 * n is n
+
+
+def test_live_numbers_end_with_their_recording() -> None:
+    session = Session()
+    n = live(6, Attribute("n"), session)
+    session.open = False
+    assert type(n + 1) is int
+    assert type(math.floor(n / 4)) is int
