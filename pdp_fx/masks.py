@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pdp_fx.ops.nm import group_view, nm_pruned, nm_threshold
+from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.ranking import Ranking
 from pdp_fx.ops.select import readable, smallest
 from pdp_fx.ops.soft_mask import soft_mask, soft_mask_value
@@ -132,8 +133,7 @@ class NMMask(Mask):
             return weight
         if not self.training:
             return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
-        t = nm_threshold(weight, self.of, self.count)
-        return soft_mask(group_view(weight, self.of), t, self.tau).reshape(weight.shape)
+        return nm_soft_mask(weight, self.of, self.count, self.tau)
 
     @property
     def pruned_now(self) -> int:

@@ -80,15 +80,25 @@ def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModul
         direct = _record_both(model, example)
     except TraceError:
         return _trace_as_compiled(model, example, expected[False])
-    if any(_has_weights(model, whole) for whole in direct.opaque):
+    if _opacity(model, direct) > (0, 0):
         try:
-            return _trace_as_compiled(model, example, expected[False])
+            return _trace_as_compiled(model, example, expected[False], direct)
         except TraceError as err:
             _log.info("traced as an uncompiled model: %s", err)
     return _exact(model, example, direct, expected)
 
 
-def _trace_as_compiled(model: nn.Module, example: ExampleCall, plain: Outcome) -> fx.GraphModule:
+def _opacity(model: nn.Module, recordings: Recordings) -> tuple[int, int]:
+    """How many weights are inside modules that decide by their data, and how many modules and methods that are."""
+    deciding = [whole for whole, reason in recordings.opaque.items() if reason != DIFFERS_BY_MODE]
+    paths = {whole.path for whole in deciding if not whole.method}
+    weights = {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
+    return sum(parameter.numel() for parameter in weights), len(deciding)
+
+
+def _trace_as_compiled(
+    model: nn.Module, example: ExampleCall, plain: Outcome, direct: Recordings | None = None
+) -> fx.GraphModule:
     """Trace a model that looks at values unless it is being compiled.
 
     The graph is exactly what the model does under `torch.compiler.is_compiling()`, and gives what it does otherwise
@@ -98,7 +108,10 @@ def _trace_as_compiled(model: nn.Module, example: ExampleCall, plain: Outcome) -
         expected = {training: _reference(model, example, training) for training in _MODES}
         if not plain.is_near(expected[False]):
             raise TraceError("the model computes something else when it is being compiled")
-        return _exact(model, example, _record_both(model, example), expected)
+        recordings = _record_both(model, example)
+        if direct is not None and _opacity(model, recordings) >= _opacity(model, direct):
+            raise TraceError("the model decides by its data even when it is being compiled")
+        return _exact(model, example, recordings, expected)
 
 
 def _exact(

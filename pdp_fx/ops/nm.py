@@ -11,6 +11,7 @@ integer in millionths, which survives a model's change of dtype.
 """
 
 import math
+
 import torch
 from torch import Tensor
 
@@ -106,7 +107,10 @@ def sorted_magnitudes(planes: Tensor) -> tuple[Tensor, ...]:
     ordered = list(magnitudes.unbind())
     if torch.compiler.is_compiling():
         for i, j in network:
-            ordered[i], ordered[j] = torch.minimum(ordered[i], ordered[j]), torch.maximum(ordered[i], ordered[j])
+            ordered[i], ordered[j] = (
+                torch.minimum(ordered[i], ordered[j]),
+                torch.maximum(ordered[i], ordered[j]),
+            )
         return tuple(ordered)
     spare = torch.empty_like(ordered[0])
     for i, j in network:

@@ -86,7 +86,9 @@ def _weight_of(planes: Tensor, weight: Tensor) -> Tensor:
 
 def _blocks(weight: Tensor) -> list[slice]:
     """Rows to work on together: all of them, except on the CPU."""
-    rows = weight.shape[0] if weight.device.type != "cpu" else max(BLOCK * weight.shape[0] // weight.numel(), 1)
+    if weight.device.type != "cpu":
+        return [slice(None)]
+    rows = max(BLOCK * weight.shape[0] // max(weight.numel(), 1), 1)
     return [slice(start, start + rows) for start in range(0, weight.shape[0], rows)]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.tracing.shapes import Facts, check_step, length_of, structure_of
 from pdp_fx.tracing.steps import Expr, Step, Value
 from pdp_fx.tracing.structure import children, fresh_copy, has_tensors
 
@@ -77,7 +78,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    fixed: list[tuple[Value, Any]] = []
+    fixed: Facts = []
     optional = False
     for argument in _arguments(model, call):
         is_fixed = not has_tensors(argument.value)
@@ -100,23 +101,23 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     return ExampleCall(tuple(args), kwargs)
 
 
-def _check(recorder: Recorder, fixed: list[tuple[Value, Any]]) -> None:
-    equal = Expr(operator.eq, (tuple(step for step, _ in fixed), tuple(value for _, value in fixed)))
-    wanted = ", ".join(f"{_shown(value)}={number!r}" for value, number in fixed)
+def _check(recorder: Recorder, fixed: Facts) -> None:
+    wanted = ", ".join(f"{_shown(value)}={fact!r}" for value, fact in fixed)
     message = f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
-    recorder.steps.append(Step("call_function", torch._assert, (equal, message), {}, recorder.scope, ""))
+    recorder.steps.append(check_step(fixed, message, recorder.scope, ""))
 
 
-def _lengths(value: Value, example: Any, optional: bool) -> list[tuple[Value, Any]]:
-    """How many parts each container in an argument has: the graph reaches for these, and for no others."""
-    if not isinstance(example, list | tuple | Mapping) or not has_tensors(example):
+def _lengths(step: Step, example: Any, optional: bool) -> Facts:
+    """What the graph has to check of an argument that is a container."""
+    if not isinstance(example, list | tuple | Mapping):
         return []
-    # `length_hint` instead of `len`, so that an optional argument may be left out.
-    found: list[tuple[Value, Any]] = [(Expr(operator.length_hint, (value, len(example))), len(example))]
-    if not optional:
-        for _, key, part in children(example):
-            found += _lengths(Expr(operator.getitem, (value, key)), part, optional)
-    return found
+    if optional:
+        return [length_of(step, example, missing=len(example))]
+    return [fact for fact in structure_of(step, example) if _is_length(fact[0])]
+
+
+def _is_length(value: Value) -> bool:
+    return isinstance(value, Expr) and value.call is operator.length_hint
 
 
 def _shown(value: Value) -> str:

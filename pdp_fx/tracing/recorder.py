@@ -20,8 +20,10 @@ from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.sizes import Session, live
+from pdp_fx.tracing.shapes import check_step, structure_of
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
+    DIFFERS_BY_MODE,
     Attribute,
     Expr,
     Recording,
@@ -153,7 +155,17 @@ class Recorder:
             self.watch.allow_drawn()
         if self.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
             raise UnrecordableError(f"gets a number from {step.target} that depends on numbers in a tensor")
-        return self._commit(step, result, changed)
+        result = self._commit(step, result, changed)
+        if step.reason and step.reason != DIFFERS_BY_MODE:
+            self._check_structure(step, result)
+        return result
+
+    def _check_structure(self, step: Step, result: Any) -> None:
+        """Let the graph fail if something opaque returns another structure than now, unless it is just a tensor."""
+        facts = [] if isinstance(result, torch.Tensor) else structure_of(step, result)
+        if facts:
+            message = f"{step.target} returned something else than when it was traced"
+            self.steps.append(check_step(facts, message, step.scope, step.source))
 
     @contextmanager
     def _entered(self, path: str, module: nn.Module) -> Iterator[None]:

@@ -1,0 +1,40 @@
+"""The structure of nested containers, as something a graph can check.
+
+A graph reaches for the parts that it was recorded with. If a list is longer, or a tensor is missing, on another run,
+it has to fail rather than to ignore the rest.
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pdp_fx.tracing.steps import Expr, Scope, Step, Value
+from pdp_fx.tracing.structure import children, has_tensors
+
+Facts = list[tuple[Value, Any]]
+
+
+def structure_of(value: Value, example: Any) -> Facts:
+    """What holds of a value with the structure of an example: how long its containers are, which parts are None."""
+    if example is None or isinstance(example, torch.Tensor):
+        return [(Expr(operator.is_, (value, None)), example is None)]
+    if not isinstance(example, list | tuple | Mapping):
+        return []
+    facts = [length_of(value, example)]
+    for _, key, part in children(example):
+        inner = structure_of(Expr(operator.getitem, (value, key)), part)
+        facts += inner if part is None or has_tensors(part) else []
+    return facts
+
+
+def length_of(value: Value, example: Any, missing: int = 0) -> tuple[Value, int]:
+    """How long a container is; `missing` is what None counts as."""
+    return Expr(operator.length_hint, (value, missing)), len(example)
+
+
+def check_step(facts: Facts, message: str, scope: Scope, source: str) -> Step:
+    """A step that fails, with the message, unless all values are what they were."""
+    equal = Expr(operator.eq, (tuple(value for value, _ in facts), tuple(fact for _, fact in facts)))
+    return Step("call_function", torch._assert, (equal, message), {}, scope, source)
