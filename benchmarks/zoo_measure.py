@@ -26,7 +26,7 @@ import pdp_fx
 from benchmarks.zoo_models import Subject, build
 from benchmarks.zoo_outputs import Arguments, call, difference, mmacs, verdict
 from benchmarks.zoo_peer import measure_peer
-from pdp_fx.channels.analysis import ChannelMap
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.errors import PassError, PdpError, VerifyError
 from pdp_fx.pruner import find
 from pdp_fx.trace import trace

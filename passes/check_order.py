@@ -14,7 +14,8 @@ from typing import ClassVar
 import numpy as np
 from torch import fx
 
-from pdp_fx.channels.analysis import ChannelMap, analyse
+from pdp_fx.channels.analysis import analyse
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import fresh, trial

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from torch import fx
 
-from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from pdp_fx.channels.analysis import ChannelMap
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.explicit import reclass

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, fx, nn
 
-from pdp_fx.channels.flow import place_arguments
+from pdp_fx.channels.running import place_arguments
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Inputs, fresh, trial
 from pdp_fx.ops.kinds import Fold, kind_of

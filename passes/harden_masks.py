@@ -67,11 +67,13 @@ class HardenMasks(Pass):
                     )
             gm.graph.erase_node(node)
         old = {name: gm.get_parameter(name) for name in final}
-        swap_tensors(gm, {old[name]: _frozen_as(old[name], value) for name, value in final.items()})
+        with torch.no_grad():
+            swap_tensors(gm, {old[name]: _frozen_as(old[name], value) for name, value in final.items()})
 
 
 def _frozen_as(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad)
+    """A parameter of this value, in the memory format of ``old`` and trainable if ``old`` is."""
+    return nn.Parameter(torch.empty_like(old).copy_(value), requires_grad=old.requires_grad)
 
 
 def _harden_inside(gm: fx.GraphModule) -> None:

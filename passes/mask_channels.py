@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.masks import ChannelMask, MaskLayout, Producer

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from pdp_fx.channels.analysis import ChannelMap, analyse
-from pdp_fx.channels.flow import Labelled
+from pdp_fx.channels.analysis import analyse
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
-from pdp_fx.channels.rewrites import Job, rewrite_of
+from pdp_fx.channels.record import Labelled
+from pdp_fx.channels.resizing import Job
+from pdp_fx.channels.rewrites import rewrite_of
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
 from pdp_fx.example_inputs import fresh, trial

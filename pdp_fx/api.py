@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from pdp_fx.channels.analysis import ChannelMap
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.compiler import Context, OnPass
 from pdp_fx.errors import PdpError, SpecError, StateError, VerifyError
 from pdp_fx.example_inputs import matching, normalised

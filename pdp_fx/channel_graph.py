@@ -13,7 +13,7 @@ import networkx as nx
 import numpy as np
 from torch import fx, nn
 
-from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.errors import StateError
 from pdp_fx.granularity import rule_text

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from pdp_fx.channels.flow import evaluating
+from pdp_fx.channels.running import evaluating
 from pdp_fx.trace import ExampleInputs
 from pdp_fx.tracing.inputs import ExampleCall, example_call
 from pdp_fx.tracing.preserve import preserved

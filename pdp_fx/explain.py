@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from pdp_fx.alike import collected, few, pattern, patterns, skeleton
 from pdp_fx.channel_graph import axis_name, owner_of, roles
-from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.errors import StateError
 from pdp_fx.granularity import rule_text

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdp_fx.allocation import MacModel, MacTerm
-from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
-from pdp_fx.channels.flow import place_arguments
+from pdp_fx.channels.running import place_arguments
 from pdp_fx.example_inputs import Inputs, fresh, matching, normalised, trial
 from pdp_fx.masks import MILLION, ChannelMask, Mask, MaskLayout, NMMask
 from pdp_fx.ops.explicit import mask_axis

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded
-from pdp_fx.channels.analysis import ChannelGroup, ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.masks import ChannelMask, Mask, NMMask
 from pdp_fx.schedule import share

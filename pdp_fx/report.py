@@ -12,7 +12,8 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from pdp_fx.api import normalised
-from pdp_fx.channels.analysis import ChannelMap, analyse
+from pdp_fx.channels.analysis import analyse
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context
 from pdp_fx.masks import ChannelMask, Mask, NMMask

@@ -23,7 +23,6 @@ from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.preserve import preserved
-from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole

@@ -159,10 +159,10 @@ def at_once(
     return PruneSpec(rule, overrides, AT_ONCE, tau, allocation, min_keep)
 
 
-def train(model: nn.Module, x: Tensor, steps: int = 2) -> None:
+def train(model: nn.Module, x: Tensor, steps: int = 2, lr: float = 0.05) -> None:
     """Steps of gradient descent in train mode."""
     model.train()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
     for _ in range(steps):
         optimizer.zero_grad()
         model(x).square().mean().backward()

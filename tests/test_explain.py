@@ -114,7 +114,12 @@ def test_groups_tell_width_makers_masks_and_members() -> None:
     assert (conv1.name, conv1.width, conv1.least, conv1.rule) == ("conv1", 8, 1, "Channels(ratio=0.5)")
     assert conv1.producers == ("conv1",)
     assert conv1.masked == ("bn1",)
-    assert set(conv1.members) >= {"conv1.weight[0]", "bn1.weight[0]", "bn1.running_mean[0]", "conv2.weight[1]"}
+    assert set(conv1.members) >= {
+        "conv1.weight[0]",
+        "bn1.weight[0]",
+        "bn1.running_mean[0]",
+        "conv2.weight[1]",
+    }
     assert conv2.name == "conv2"
 
 

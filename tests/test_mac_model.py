@@ -4,7 +4,8 @@ from torch import nn
 
 import pdp_fx
 from pdp_fx import Channels
-from pdp_fx.channels.analysis import ChannelMap, analyse
+from pdp_fx.channels.analysis import analyse
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.mac_model import mac_model
 from pdp_fx.trace import trace
 from tests.nets import NETS, at_once, counts, net, prepare_until, pruned, state

@@ -13,7 +13,7 @@ import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Unstructured
 from pdp_fx.granularity import Rule
 from pdp_fx.ops.kinds import named_modules
-from tests.nets import at_once, counts, difference, mask_of, pruned, shake, state
+from tests.nets import at_once, counts, difference, mask_of, pruned, shake, state, train
 
 Make = Callable[[], nn.Module]
 SPECS = {
@@ -36,13 +36,15 @@ def narrow_vgg11_bn() -> nn.Module:
 def check(make: Make, spec: PruneSpec, resolution: int) -> tuple[fx.GraphModule, fx.GraphModule, Tensor]:
     """All that is promised of one model; returns it prepared and converted, with its input."""
     torch.manual_seed(0)
-    model, x = shake(make()), torch.randn(2, 3, resolution, resolution)
+    model, x = shake(make()), torch.randn(4, 3, resolution, resolution)
     dense = dict(model.named_parameters())
     prepared = pdp_fx.prepare(model, spec, x)
     assert torch.equal(model.eval()(x), prepared.eval()(x))
     assert dict(prepared.named_parameters()) == dense
-    prepared = pruned(model, spec, x).eval()
-    check_counts(prepared)
+    train(prepared, x, steps=1, lr=0.01)
+    pdp_fx.step(prepared)
+    train(prepared, x, steps=1, lr=0.01)
+    check_counts(prepared.eval())
     converted = pdp_fx.convert(prepared)
     assert difference(prepared, converted, x) <= 1e-5
     assert_plain(converted)

@@ -7,7 +7,7 @@ channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,114 +15,31 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from pdp_fx.channels import rules_attention, rules_compute, rules_layout, rules_norm
-from pdp_fx.channels.flow import (
-    RULES,
-    Call,
-    Contraction,
-    LabelFlow,
-    Labelled,
-    NormSite,
-    Record,
-    Rule,
-    place_arguments,
-    run,
+from pdp_fx.channels import (
+    rules_attention,
+    rules_compute,
+    rules_constants,
+    rules_joining,
+    rules_layout,
+    rules_norm,
 )
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
+from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.labels import Layer, Reason, Slot
+from pdp_fx.channels.record import Call, Record
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
-from pdp_fx.channels.rewrites import Kept
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
-from pdp_fx.errors import PassError
+from pdp_fx.channels.running import place_arguments, run
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 
-RULE_MODULES = (rules_attention, rules_compute, rules_layout, rules_norm)
+RULE_MODULES = (rules_attention, rules_compute, rules_constants, rules_joining, rules_layout, rules_norm)
 """Imported so that their rules are registered."""
 
 RETURNED = "the model returns these channels"
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class ChannelGroup:
-    """Channels that the same weights produce, and that are ranked against each other.
-
-    Attributes:
-        name: the module that produces them first, numbered where it produces several groups.
-        classes: the class of each channel, shape (width,), in the order of the first producer.
-        producers: the weight axes that make these channels.
-        members: every parameter and buffer axis that carries some of them.
-        reasons: why channels of this group must stay; empty when all can be removed.
-        parts: places of channels that are cut apart from the others; one of each part has to stay.
-    """
-
-    name: str
-    classes: np.ndarray
-    producers: tuple[Slot, ...]
-    members: tuple[Slot, ...]
-    reasons: tuple[Reason, ...] = ()
-    parts: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def width(self) -> int:
-        """Number of channels."""
-        return len(self.classes)
-
-
-@dataclass(frozen=True, repr=False)
-class ChannelMap:
-    """The channel structure of one graph.
-
-    Attributes:
-        groups: prunable groups, in graph order.
-        frozen: groups whose channels stay, each with its reasons.
-        slots: the class of every index of every parameter and buffer axis.
-        ids: the label of every index of every parameter and buffer axis.
-        pairs: labels that operations bring together, shape (2, pairs).
-        masked: the parameter axes that must be masked so that dropped channels are 0.
-        norms: nodes that normalise over channels, to be given masks.
-        contractions: where weights are multiplied, for counting.
-        shapes: the shape of every parameter and buffer.
-        values: the tensors that each node gave.
-        resized: the nodes whose sizes must be written anew when channels go.
-        numbers: the numbers that nodes gave.
-        taint: per number node, the labels whose count it depends on.
-        batch: the size of the first axis of the first input tensor.
-    """
-
-    groups: tuple[ChannelGroup, ...]
-    frozen: tuple[ChannelGroup, ...]
-    slots: dict[Slot, np.ndarray]
-    ids: dict[Slot, np.ndarray]
-    pairs: np.ndarray
-    masked: frozenset[Slot]
-    norms: tuple[NormSite, ...]
-    contractions: tuple[Contraction, ...]
-    shapes: dict[str, tuple[int, ...]]
-    values: dict[str, tuple[Labelled, ...]]
-    resized: tuple[str, ...]
-    numbers: dict[str, Any]
-    taint: dict[str, list[Tensor]]
-    batch: int
-    classes: np.ndarray
-
-    def kept(self, value: Labelled, gone: np.ndarray) -> Kept:
-        """Which indices of a tensor stay when the classes ``gone`` are dropped.
-
-        Raises:
-            PassError: what stays is not a rectangle.
-        """
-        stays: dict[int, np.ndarray] = {}
-        for layer in value.layers:
-            grid = ~np.isin(self.classes[layer.ids.numpy()], gone)
-            for axis in layer.support:
-                others = tuple(other for other in range(grid.ndim) if other != axis)
-                stays[axis] = np.asarray(grid.any(axis=others))
-            if int(grid.sum()) != int(np.prod([stays[axis].sum() for axis in layer.support])):
-                raise PassError("the channels that stay do not form a rectangle")
-        return Kept(value, stays)
 
 
 def analyse(

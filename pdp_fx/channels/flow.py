@@ -1,88 +1,23 @@
-"""Running a traced graph while labels flow through every aten operation.
+"""Labels flow through every aten operation.
 
 `LabelFlow` is a dispatch mode: it lets each operation compute its real result and then asks the
-operation's rule what became of the labels. `run` drives the graph through it node by node, in
-eval mode and without gradients, so that every label knows the node that it met.
+operation's rule what became of the labels. What it learns is kept in its `Record`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._mode_utils import no_dispatch
+from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pdp_fx.channels.labels import Layer, Reason, Slot, Ties, shaped
-from pdp_fx.tracing.steps import DIFFERS_BY_MODE
+from pdp_fx.channels.labels import Layer, Reason, Slot, shaped
+from pdp_fx.channels.record import Call, Contraction, NormSite, Record, Sized
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Contraction:
-    """A conv, linear or matmul with a parameter as its weight.
-
-    Attributes:
-        weight: the parameter's qualified name.
-        positions: how often each weight is used, summed over the batch.
-        node: the graph node that does it.
-        inputs: the labels of the input channels, or None when they have none.
-    """
-
-    weight: str
-    positions: int
-    node: str
-    inputs: Tensor | None
-
-
-@dataclass(frozen=True)
-class NormSite:
-    """A node whose statistics run over channels, and which can be given a mask of them.
-
-    Attributes:
-        node: the graph node.
-        axis: the axis of its input that the channels lie along.
-        ids: the labels along that axis.
-    """
-
-    node: str
-    axis: int
-    ids: Tensor
-
-
-@dataclass(frozen=True)
-class Call:
-    """One aten operation that has just run."""
-
-    func: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-
-    def tensors(self) -> list[Tensor]:
-        """All tensor arguments, in order."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name."""
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
-
-
-@dataclass(frozen=True)
-class Sized:
-    """Labels that an operation has laid out by sizes it was given: where they were, where they are."""
-
-    before: Layer
-    after: Layer
 
 
 Rule = Callable[[Call, "LabelFlow"], None]
@@ -100,55 +35,6 @@ def rule(*packets: torch._ops.OpOverloadPacket) -> Callable[[Rule], Rule]:
         return function
 
     return register
-
-
-Tainted = tuple[int | None, int, Tensor]
-"""A number that depends on how many channels there are: its place in a shape, and the axis of labels."""
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """The shape of a tensor and the labels it carries."""
-
-    shape: tuple[int, ...]
-    layers: tuple[Layer, ...]
-
-
-@dataclass
-class Record:
-    """What one run of the graph has shown.
-
-    Attributes:
-        ties: all labels and their ties.
-        slots: the labels of every parameter and buffer axis that was read.
-        shapes: the shape of every parameter and buffer.
-        producers: weight axes that make new channels.
-        contractions: uses of weights.
-        demands: layers that must be 0 where their channel is dropped.
-        grids: labels that lie along several axes.
-        norms: nodes that normalise over channels, to be given masks.
-        parts: labels of parts that are cut out of channels; none may become empty.
-        counted: labels whose number along an axis must not change, with the reason.
-        values: the tensors that each node gave, in order.
-        numbers: the numbers that nodes gave.
-        resized: nodes whose sizes have to be written anew when channels go.
-        taint: for every number node, which labels its value counts.
-    """
-
-    ties: Ties = field(default_factory=Ties)
-    slots: dict[Slot, Tensor] = field(default_factory=dict[Slot, Tensor])
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    producers: list[Slot] = field(default_factory=list[Slot])
-    contractions: list[Contraction] = field(default_factory=list[Contraction])
-    demands: list[Layer] = field(default_factory=list[Layer])
-    grids: list[Tensor] = field(default_factory=list[Tensor])
-    norms: list[NormSite] = field(default_factory=list[NormSite])
-    parts: list[Tensor] = field(default_factory=list[Tensor])
-    counted: list[tuple[Tensor, int, Reason]] = field(default_factory=list[tuple[Tensor, int, Reason]])
-    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
-    values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
-    resized: list[str] = field(default_factory=list[str])
-    taint: dict[str, list[Tainted]] = field(default_factory=dict[str, "list[Tainted]"])
 
 
 class LabelFlow(TorchDispatchMode):
@@ -309,102 +195,3 @@ def _fills_with_zero(call: Call) -> bool:
 def _strides(tensor: Tensor) -> list[int]:
     """The strides that matter: those of axes with several indices."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-After = Callable[[fx.Node, LabelFlow, Any], None]
-
-
-class _FlowInterpreter(fx.Interpreter):
-    """Runs the graph and tells the flow which node is running."""
-
-    def __init__(
-        self, gm: fx.GraphModule, flow: LabelFlow, after: After, can_mask: Callable[[fx.Node], bool]
-    ) -> None:
-        super().__init__(gm)
-        self.flow = flow
-        self.after = after
-        self.can_mask = can_mask
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.flow.node = n.name
-        self.flow.source = str(n.meta.get("source", ""))
-        self.flow.sized = []
-        self.flow.masks_norm = self.can_mask(n)
-        result = self.run_unseen(n) if is_opaque(self.module, n) else super().run_node(n)
-        self.after(n, self.flow, result)
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.flow.record.values[n.name] = tuple(
-            Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors
-        )
-        return result
-
-    def run_unseen(self, node: fx.Node) -> Any:
-        """Run a module whose inside depends on its inputs: another input may take another way through it."""
-        with no_dispatch():
-            result = super().run_node(node)
-        module = self.fetch_attr(str(node.target))
-        read = [
-            leaf for leaf in tree_leaves(self.fetch_args_kwargs_from_env(node)) if isinstance(leaf, Tensor)
-        ]
-        why = f"{type(module).__name__} decides by its data what it does"
-        remedy = "choose with tensor operations such as torch.where"
-        self.flow.freeze_all([*read, *module.parameters(), *module.buffers()], why, remedy)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
-                self.flow.put(leaf, ())
-        return result
-
-
-def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
-    """Whether ``node`` calls a user's module as a whole, because what it does depends on its inputs.
-
-    A module that only acts differently in training mode always does the same in eval mode.
-    """
-    if node.op != "call_module" or node.meta.get("opaque") == DIFFERS_BY_MODE:
-        return False
-    home = type(gm.get_submodule(str(node.target))).__module__
-    return not home.startswith(("torch.nn.", "torch.ao.nn.", "pdp_fx."))
-
-
-@contextlib.contextmanager
-def evaluating(gm: fx.GraphModule) -> Generator[None]:
-    """Put every module into eval mode without the fused attention path, and back again."""
-    modes = {module: module.training for module in gm.modules()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    gm.eval()
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module, training in modes.items():
-            module.training = training
-
-
-def run(
-    gm: fx.GraphModule,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    flow: LabelFlow,
-    after: After,
-    can_mask: Callable[[fx.Node], bool],
-) -> Record:
-    """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it saw."""
-    placed = place_arguments(gm, inputs)
-    with evaluating(gm), torch.no_grad(), flow:
-        _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
-    return flow.record
-
-
-def place_arguments(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-    """Order positional and keyword arguments as the graph's placeholders want them."""
-    args, kwargs = list(inputs[0]), dict(inputs[1])
-    placed: list[Any] = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        name = str(node.target)
-        if args:
-            placed.append(args.pop(0))
-        elif name in kwargs:
-            placed.append(kwargs.pop(name))
-        elif node.args:
-            placed.append(node.args[0])
-    return placed

@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from pdp_fx.channels.flow import LabelFlow, Tainted
+from pdp_fx.channels.flow import LabelFlow
+from pdp_fx.channels.record import Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
 
 SIZE_FREE: frozenset[Any] = frozenset({

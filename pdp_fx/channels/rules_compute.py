@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdp_fx.channels.flow import Call, LabelFlow, rule
+from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, shaped
+from pdp_fx.channels.record import Call
 
 aten = torch.ops.aten
 

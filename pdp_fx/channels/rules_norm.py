@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdp_fx.channels.flow import Call, LabelFlow, rule
+from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, shaped
+from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import axis_layer, channel_layer, consume
 
 aten = torch.ops.aten

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pdp_fx.channels.flow import Call, LabelFlow
+from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
+from pdp_fx.channels.record import Call
 
 aten = torch.ops.aten
 

@@ -68,6 +68,16 @@ def test_a_frozen_weight_stays_frozen() -> None:
     assert [name for name, p in gm.named_parameters() if not p.requires_grad] == ["conv.weight"]
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_the_memory_format_stays(memory_format: torch.memory_format) -> None:
+    model, x = net("small")
+    model.to(memory_format=memory_format)
+    for rule in (Unstructured(0.5), NM(2, 4)):
+        gm, _ = convert_until(pruned(model, rule, x), "harden-masks")
+        for name, parameter in gm.named_parameters():
+            assert parameter.stride() == model.get_parameter(name).stride(), name
+
+
 def test_shared_tensors_are_swapped_everywhere() -> None:
     old, new = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
     root = nn.ModuleList([nn.Module(), nn.Module()])

@@ -2,7 +2,7 @@ import torch
 from torch import Tensor, nn
 
 from pdp_fx import Channels
-from pdp_fx.channels.analysis import ChannelMap
+from pdp_fx.channels.channel_map import ChannelMap
 from tests.nets import assert_unchanged, at_once, listing, net, prepare_until, snapshot
 
 SPEC = at_once(Channels(ratio=0.5))

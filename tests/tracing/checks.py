@@ -33,7 +33,11 @@ def outcome(model: nn.Module, example: Example, training: bool) -> tuple[Any, li
             loss.backward()
         named = dict(model.named_parameters())
         found += [torch.zeros_like(p) if p.grad is None else p.grad for p in named.values()]
-        found += [buffer.clone() for name, buffer in model.named_buffers() if not name.startswith("_tensor_constant")]
+        found += [
+            buffer.clone()
+            for name, buffer in model.named_buffers()
+            if not name.startswith("_tensor_constant")
+        ]
         model.zero_grad(set_to_none=True)
         return output, [*(t.detach() for t in found), torch.get_rng_state()]
 

@@ -95,13 +95,26 @@ def test_the_device_is_read_from_the_tensor() -> None:
 def test_live_numbers_act_like_numbers() -> None:
     session = Session()
     n = live(6, Attribute("n"), session)
-    assert (n + 1, 1 + n, n // 4, n % 4, -n, n / 4, n**2, 7 - n, divmod(n, 4)) == (7, 7, 1, 2, -6, 1.5, 36, 1, (1, 2))
+    assert (n + 1, 1 + n, n // 4, n % 4, -n, n / 4, n**2, 7 - n, divmod(n, 4)) == (
+        7,
+        7,
+        1,
+        2,
+        -6,
+        1.5,
+        36,
+        1,
+        (1, 2),
+    )
     assert (math.floor(n / 4), math.ceil(n / 4), round(n / 4), abs(-n)) == (1, 2, 2, 6)
     assert {n: "six"}[6] == "six"
     assert n == 6
     assert n > 5
     assert type(copy.deepcopy(n)) is int
-    assert (n * 2).value == Expr((n * 2).value.call, (n.value, 2)) or (n * 2).value.args == (Attribute("n"), 2)
+    assert (n * 2).value == Expr((n * 2).value.call, (n.value, 2)) or (n * 2).value.args == (
+        Attribute("n"),
+        2,
+    )
     assert n + 0 is n
     assert 1 * n is n
 

@@ -1,0 +1,121 @@
+"""What one run of a graph with labels has shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pdp_fx.channels.labels import Layer, Reason, Slot, Ties
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A conv, linear or matmul with a parameter as its weight.
+
+    Attributes:
+        weight: the parameter's qualified name.
+        positions: how often each weight is used, summed over the batch.
+        node: the graph node that does it.
+        inputs: the labels of the input channels, or None when they have none.
+    """
+
+    weight: str
+    positions: int
+    node: str
+    inputs: Tensor | None
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """A node whose statistics run over channels, and which can be given a mask of them.
+
+    Attributes:
+        node: the graph node.
+        axis: the axis of its input that the channels lie along.
+        ids: the labels along that axis.
+    """
+
+    node: str
+    axis: int
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One aten operation that has just run."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    def tensors(self) -> list[Tensor]:
+        """All tensor arguments, in order."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Labels that an operation has laid out by sizes it was given: where they were, where they are."""
+
+    before: Layer
+    after: Layer
+
+
+Tainted = tuple[int | None, int, Tensor]
+"""A number that depends on how many channels there are: its place in a shape, and the axis of labels."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The shape of a tensor and the labels it carries."""
+
+    shape: tuple[int, ...]
+    layers: tuple[Layer, ...]
+
+
+@dataclass
+class Record:
+    """What one run of the graph has shown.
+
+    Attributes:
+        ties: all labels and their ties.
+        slots: the labels of every parameter and buffer axis that was read.
+        shapes: the shape of every parameter and buffer.
+        producers: weight axes that make new channels.
+        contractions: uses of weights.
+        demands: layers that must be 0 where their channel is dropped.
+        grids: labels that lie along several axes.
+        norms: nodes that normalise over channels, to be given masks.
+        parts: labels of parts that are cut out of channels; none may become empty.
+        counted: labels whose number along an axis must not change, with the reason.
+        values: the tensors that each node gave, in order.
+        numbers: the numbers that nodes gave.
+        resized: nodes whose sizes have to be written anew when channels go.
+        taint: for every number node, which labels its value counts.
+    """
+
+    ties: Ties = field(default_factory=Ties)
+    slots: dict[Slot, Tensor] = field(default_factory=dict[Slot, Tensor])
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    producers: list[Slot] = field(default_factory=list[Slot])
+    contractions: list[Contraction] = field(default_factory=list[Contraction])
+    demands: list[Layer] = field(default_factory=list[Layer])
+    grids: list[Tensor] = field(default_factory=list[Tensor])
+    norms: list[NormSite] = field(default_factory=list[NormSite])
+    parts: list[Tensor] = field(default_factory=list[Tensor])
+    counted: list[tuple[Tensor, int, Reason]] = field(default_factory=list[tuple[Tensor, int, Reason]])
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
+    resized: list[str] = field(default_factory=list[str])
+    taint: dict[str, list[Tainted]] = field(default_factory=dict[str, "list[Tainted]"])

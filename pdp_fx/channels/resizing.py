@@ -1,0 +1,100 @@
+"""What a node that is told sizes has to know to be told new ones."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx
+
+from pdp_fx.channels.record import Labelled, Record
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor before channels go.
+
+    Attributes:
+        value: its shape and labels.
+        stays: per axis with channels, which of its indices stay, as booleans.
+    """
+
+    value: Labelled
+    stays: dict[int, np.ndarray]
+
+    def size(self, axis: int) -> int:
+        """The size of ``axis`` afterwards."""
+        return int(self.stays[axis].sum()) if axis in self.stays else self.value.shape[axis]
+
+    def changes(self, axis: int) -> bool:
+        """Whether ``axis`` gets shorter."""
+        return self.size(axis) != self.value.shape[axis]
+
+    def before(self, axis: int, index: int) -> int:
+        """How many of the indices below ``index`` stay."""
+        return int(self.stays[axis][:index].sum())
+
+    def labels(self, axis: int) -> Tensor:
+        """The labels along ``axis``, as a vector."""
+        return next(layer for layer in self.value.layers if layer.support == frozenset({axis})).ids.reshape(
+            -1
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One node to resize.
+
+    Attributes:
+        source: the first tensor that it reads; an empty one if there is none.
+        results: the tensors that it gives.
+        numbers: the value that every number node had.
+        changing: the number nodes that depend on how many channels there are.
+    """
+
+    source: Kept
+    results: tuple[Kept, ...]
+    numbers: dict[str, Any]
+    changing: frozenset[str]
+
+    def number(self, value: Any) -> Any:
+        """The value of a number or of a node that gave one."""
+        return self.numbers[value.name] if isinstance(value, fx.Node) else value
+
+    def resized(self, kept: Kept, axis: int, given: Any) -> Any:
+        """What to write for the size of ``axis`` where the program has ``given``."""
+        if isinstance(given, fx.Node):
+            if given.name in self.changing:
+                return kept.size(axis)
+            return _scaled(given, kept.size(axis), kept.value.shape[axis]) if kept.changes(axis) else given
+        return kept.size(axis) if given != -1 and kept.changes(axis) else given
+
+
+def _scaled(number: fx.Node, new: int, old: int) -> fx.Node:
+    """The number times new / old: an axis that merges channels with the batch keeps following the batch."""
+    common = math.gcd(new, old)
+    with number.graph.inserting_after(number):
+        times = number.graph.call_function(operator.mul, (number, new // common))
+    with number.graph.inserting_after(times):
+        return number.graph.call_function(operator.floordiv, (times, old // common))
+
+
+Apply = Callable[[fx.Node, Job], None]
+Fits = Callable[[fx.Node, Record], bool]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A way to resize one function.
+
+    Attributes:
+        apply: changes the node's arguments.
+        fits: whether ``apply`` can deal with this node.
+    """
+
+    apply: Apply
+    fits: Fits = lambda node, record: True

@@ -1,0 +1,51 @@
+"""Tensors that are made inside the model: zeros, ones, ranges, random numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from pdp_fx.channels.flow import LabelFlow, rule
+from pdp_fx.channels.labels import Layer
+from pdp_fx.channels.record import Call
+from pdp_fx.channels.rules_layout import free_layer
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor,
+    aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
+)  # fmt: skip
+def factory(call: Call, flow: LabelFlow) -> None:
+    """A tensor of one value throughout loses any index; one of different values keeps them all."""
+    result = call.result
+    first = result.reshape(-1)[:1]
+    if result.numel() < 2 or not bool((result == first).all()):
+        flow.put(result, ())
+        return
+    zero = bool(first == 0)
+    flow.put(result, [free_layer(result, axis, zero, flow) for axis, n in enumerate(result.shape) if n > 1])
+
+
+@rule(aten.zeros_like, aten.ones_like, aten.full_like)
+def like(call: Call, flow: LabelFlow) -> None:
+    """A tensor of one value in the shape of another carries the other's channels."""
+    zero = bool((call.result == 0).all())
+    layers = flow.layers(call.args[0])
+    flow.put(call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero)) for layer in layers])
+
+
+@rule(
+    aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.rand, aten.randn, aten.randint,
+    aten.rand_like, aten.randn_like, aten.randperm,
+)  # fmt: skip
+def unknown_values(call: Call, flow: LabelFlow) -> None:
+    """Random numbers and unset memory carry no channels."""
+    flow.put(call.result, ())
+
+
+@rule(aten.zero_)
+def zero(call: Call, flow: LabelFlow) -> None:
+    """Zeros belong to the same channels."""
+    layers = flow.layers(call.args[0])
+    flow.put(call.result, [Layer(layer.ids, torch.ones_like(layer.zero), layer.needs) for layer in layers])

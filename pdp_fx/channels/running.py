@@ -1,0 +1,114 @@
+"""Driving a graph through `LabelFlow`, node by node, in eval mode and without gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
+
+from pdp_fx.channels.flow import LabelFlow
+from pdp_fx.channels.record import Labelled, Record
+from pdp_fx.tracing.steps import DIFFERS_BY_MODE
+
+After = Callable[[fx.Node, LabelFlow, Any], None]
+
+
+class _FlowInterpreter(fx.Interpreter):
+    """Runs the graph and tells the flow which node is running."""
+
+    def __init__(
+        self, gm: fx.GraphModule, flow: LabelFlow, after: After, can_mask: Callable[[fx.Node], bool]
+    ) -> None:
+        super().__init__(gm)
+        self.flow = flow
+        self.after = after
+        self.can_mask = can_mask
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.flow.node = n.name
+        self.flow.source = str(n.meta.get("source", ""))
+        self.flow.sized = []
+        self.flow.masks_norm = self.can_mask(n)
+        result = self.run_unseen(n) if is_opaque(self.module, n) else super().run_node(n)
+        self.after(n, self.flow, result)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.flow.record.values[n.name] = tuple(
+            Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors
+        )
+        return result
+
+    def run_unseen(self, node: fx.Node) -> Any:
+        """Run a module whose inside depends on its inputs: another input may take another way through it."""
+        with no_dispatch():
+            result = super().run_node(node)
+        module = self.fetch_attr(str(node.target))
+        read = [
+            leaf for leaf in tree_leaves(self.fetch_args_kwargs_from_env(node)) if isinstance(leaf, Tensor)
+        ]
+        why = f"{type(module).__name__} decides by its data what it does"
+        remedy = "choose with tensor operations such as torch.where"
+        self.flow.freeze_all([*read, *module.parameters(), *module.buffers()], why, remedy)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
+                self.flow.put(leaf, ())
+        return result
+
+
+def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
+    """Whether ``node`` calls a user's module as a whole, because what it does depends on its inputs.
+
+    A module that only acts differently in training mode always does the same in eval mode.
+    """
+    if node.op != "call_module" or node.meta.get("opaque") == DIFFERS_BY_MODE:
+        return False
+    home = type(gm.get_submodule(str(node.target))).__module__
+    return not home.startswith(("torch.nn.", "torch.ao.nn.", "pdp_fx."))
+
+
+@contextlib.contextmanager
+def evaluating(gm: fx.GraphModule) -> Generator[None]:
+    """Put every module into eval mode without the fused attention path, and back again."""
+    modes = {module: module.training for module in gm.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    gm.eval()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, training in modes.items():
+            module.training = training
+
+
+def run(
+    gm: fx.GraphModule,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    flow: LabelFlow,
+    after: After,
+    can_mask: Callable[[fx.Node], bool],
+) -> Record:
+    """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it saw."""
+    placed = place_arguments(gm, inputs)
+    with evaluating(gm), torch.no_grad(), flow:
+        _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
+    return flow.record
+
+
+def place_arguments(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Order positional and keyword arguments as the graph's placeholders want them."""
+    args, kwargs = list(inputs[0]), dict(inputs[1])
+    placed: list[Any] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        name = str(node.target)
+        if args:
+            placed.append(args.pop(0))
+        elif name in kwargs:
+            placed.append(kwargs.pop(name))
+        elif node.args:
+            placed.append(node.args[0])
+    return placed
