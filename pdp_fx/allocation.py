@@ -53,7 +53,9 @@ def allocate(scores: Sequence[Tensor], total: int, most: Sequence[int]) -> list[
 
 def _ranked(scores: list[Tensor], total: int) -> list[int]:
     """How many of the ``total`` lowest scores lie in each tensor."""
-    flat = torch.cat([score.detach().reshape(-1).to(torch.float64) for score in scores])
+    # Every narrower type fits into float32 without loss.
+    dtype = torch.float64 if any(score.dtype == torch.float64 for score in scores) else torch.float32
+    flat = torch.cat([score.detach().reshape(-1).to(dtype) for score in scores])
     chosen = smallest(flat, total)
     parts = cast(tuple[Tensor, ...], chosen.split([score.numel() for score in scores]))
     return [int(part.sum()) for part in parts]

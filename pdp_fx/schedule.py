@@ -1,7 +1,8 @@
 """How the share of the target grows while the model trains: a pure function of the epoch or step.
 
-Share of the target at counter e: min(1, epsilon * (e - start)), and 0 before `start`
-(paper, appendix, algorithm "Training flow for PDP"). The counter counts the calls of `pdp_fx.step`.
+Progress at counter e: p = min(1, epsilon * (e - start)), and 0 before `start`; the counter counts the calls of
+`pdp_fx.step`. The share of the target is p itself (paper, appendix, algorithm "Training flow for PDP") or, with
+`shape="cubic"`, 1 - (1 - p)^3, which prunes fast at first and slowly at the end (Zhu and Gupta, 2017).
 """
 
 import math
@@ -12,6 +13,7 @@ from pdp_fx.errors import SpecError
 from pdp_fx.field_checks import finite_number, one_of, store, whole_number
 
 Unit: TypeAlias = Literal["epoch", "step"]
+Shape: TypeAlias = Literal["linear", "cubic"]
 
 _TOLERANCE = 1e-9
 """How far below 1 a share counts as 1: fifty times 1/50 must end the ramp, whatever the rounding."""
@@ -24,10 +26,11 @@ class Schedule:
 
     Args:
         start: first epoch (or step) of the ramp, at which the layers' ratios are fixed too; 0 or more.
-        epsilon: share of the target added per epoch (or step), from 1e-9 to 1; 0.015 takes 67 epochs.
+        epsilon: progress per epoch (or step), from 1e-9 to 1; 0.015 takes 67 epochs.
         per: what one call of `pdp_fx.step` stands for, "epoch" or "step".
         length: how many epochs (or steps) the training will have; when given, the ramp must be over at the
             start of the last one.
+        shape: "linear" as in the paper, or "cubic"; both end at the same epoch (or step).
 
     Raises:
         SpecError: a value is out of its range, or the ramp cannot finish within `length`.
@@ -41,26 +44,30 @@ class Schedule:
     epsilon: float = 0.015
     per: Unit = "epoch"
     length: int | None = None
+    shape: Shape = "linear"
 
     def __post_init__(self) -> None:
         epsilon = finite_number("Schedule: epsilon", self.epsilon)
         if not _TOLERANCE <= epsilon <= 1:
             raise SpecError(
                 f"Schedule: epsilon must lie between {_TOLERANCE:g} and 1, got {epsilon:g}; "
-                "it is the share of the target added per epoch or step, and 1.0 takes it all at once"
+                "it is the progress towards the target per epoch or step, and 1.0 takes it all at once"
             )
         store(
             self,
             start=whole_number("Schedule: start", self.start, 0),
             epsilon=epsilon,
             per=one_of("Schedule: per", self.per, ("epoch", "step")),
+            shape=one_of("Schedule: shape", self.shape, ("linear", "cubic")),
         )
         if self.length is not None:
             store(self, length=whole_number("Schedule: length", self.length, 1))
             self._check_finishes(self.length)
 
     @classmethod
-    def fit(cls, length: int, start: float = 0.13, end: float = 0.7, per: Unit = "epoch") -> Self:
+    def fit(
+        cls, length: int, start: float = 0.13, end: float = 0.7, per: Unit = "epoch", shape: Shape = "linear"
+    ) -> Self:
         """The ramp scaled to a run of `length` epochs (or steps), which may be short.
 
         The paper's ramp runs from epoch 16 to epoch 83; of the 120 epochs of its CIFAR-10 run that is from
@@ -71,6 +78,7 @@ class Schedule:
             start: where the ramp starts, as a fraction of `length`, rounded to a whole epoch (or step).
             end: where the ramp reaches the full target, likewise; at the latest at the last epoch.
             per: what one call of `pdp_fx.step` stands for, "epoch" or "step".
+            shape: "linear" or "cubic".
 
         Raises:
             SpecError: not 0 <= start < end <= 1, or `length` is too short to hold a ramp.
@@ -86,7 +94,7 @@ class Schedule:
             )
         first = min(round(start * length), length - 2)
         last = min(max(round(end * length), first + 1), length - 1)
-        return cls(start=first, epsilon=1 / (last - first), per=per, length=length)
+        return cls(start=first, epsilon=1 / (last - first), per=per, length=length, shape=shape)
 
     @property
     def ramp_end(self) -> int:
@@ -114,7 +122,8 @@ class Schedule:
             remedies.insert(0, f"epsilon={_one_over(room)!r}")
         if length >= 2:
             per = "" if self.per == "epoch" else f", per={self.per!r}"
-            remedies.append(f"Schedule.fit({length}{per})")
+            shape = "" if self.shape == "linear" else f", shape={self.shape!r}"
+            remedies.append(f"Schedule.fit({length}{per}{shape})")
         return remedies
 
 
@@ -124,7 +133,8 @@ def share(schedule: Schedule, counter: int) -> float:
         return 0.0
     if counter >= schedule.ramp_end:
         return 1.0
-    return schedule.epsilon * (counter - schedule.start)
+    progress = schedule.epsilon * (counter - schedule.start)
+    return progress if schedule.shape == "linear" else 1.0 - (1.0 - progress) ** 3
 
 
 def _one_over(count: int) -> float:

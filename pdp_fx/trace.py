@@ -1,19 +1,20 @@
 """From a model to a graph that shares its parameters.
 
-Without example inputs the graph comes from `torch.fx` symbolic tracing, which sees no values; with them it comes from
-recording what the model really does. Both look at the model in eval mode and in training mode, and write one graph
-that follows `.train()` and `.eval()`. With example inputs the graph is then run in both modes, and has to give what
-the model gives, bit for bit.
+Without example inputs the graph comes from `torch.fx` symbolic tracing, which sees no values; with them it
+comes from recording what the model really does. Both look at the model in eval mode and in training mode, and
+write one graph that follows `.train()` and `.eval()`. With example inputs the graph is then run in both
+modes, and has to give what the model gives, bit for bit.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.align import Alignment, align
@@ -46,13 +47,13 @@ def trace(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.G
 
     Args:
         model: any module; it is not modified.
-        example_inputs: one tensor, a tuple of positional arguments or a dict of keyword arguments. Without them, only
-            models whose control flow does not depend on tensors can be traced.
+        example_inputs: one tensor, a tuple of positional arguments or a dict of keyword arguments. Without
+            them, only models whose control flow does not depend on tensors can be traced.
 
     Returns:
-        A graph module with the parameters, buffers, layers, names and training flags of the model. Each node's `meta`
-        has `source`, the line that made it, and `owner`, the path of the module it happened in; where a module was
-        kept whole, `opaque` says why.
+        A graph module with the parameters, buffers, layers, names and training flags of the model. Each
+        node's `meta` has `source`, the line that made it, and `owner`, the path of the module it happened in;
+        where a module was kept whole, `opaque` says why.
 
     Raises:
         TraceError: the model cannot be traced; the message says where and why.
@@ -60,6 +61,9 @@ def trace(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.G
     if example_inputs is None:
         return _trace_symbolically(model)
     example = example_call(example_inputs)
+    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
+    if lazy:
+        raise TraceError(f"the parameter {lazy[0]!r} has no shape yet; run the model once before tracing it")
     with torch.inference_mode(False), torch.enable_grad(), _any_batch_size():
         return _trace_by_recording(model, example)
 
@@ -88,7 +92,7 @@ def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModul
 
 
 def _opacity(model: nn.Module, recordings: Recordings) -> tuple[int, int]:
-    """How many weights are inside modules that decide by their data, and how many modules and methods that are."""
+    """How many weights are inside modules that decide by their data, and how many such modules there are."""
     deciding = [whole for whole, reason in recordings.opaque.items() if reason != DIFFERS_BY_MODE]
     paths = {whole.path for whole in deciding if not whole.method}
     weights = {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
@@ -100,8 +104,8 @@ def _trace_as_compiled(
 ) -> fx.GraphModule:
     """Trace a model that looks at values unless it is being compiled.
 
-    The graph is exactly what the model does under `torch.compiler.is_compiling()`, and gives what it does otherwise
-    up to rounding.
+    The graph is exactly what the model does under `torch.compiler.is_compiling()`, and gives what it does
+    otherwise up to rounding.
     """
     with compiling(True):
         expected = {training: _reference(model, example, training) for training in _MODES}
@@ -180,7 +184,9 @@ def _keep_whole(
 def _has_weights(model: nn.Module, whole: Whole) -> bool:
     """Whether a module has parameters or buffers; methods are kept whole only if they use none."""
     module = model.get_submodule(whole.path)
-    return not whole.method and (any(True for _ in module.parameters()) or any(True for _ in module.buffers()))
+    return not whole.method and (
+        any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    )
 
 
 def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
@@ -194,7 +200,9 @@ def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedMo
     return gm
 
 
-def _problem(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, expected: Mapping[bool, Outcome]) -> str:
+def _problem(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, expected: Mapping[bool, Outcome]
+) -> str:
     for training, wanted in expected.items():
         with preserved(model):
             try:
@@ -208,8 +216,8 @@ def _problem(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, expecte
 
 
 @contextmanager
-def _any_batch_size() -> Iterator[None]:
-    """Let BatchNorm accept a single value per channel in training: one example is enough to see the structure."""
+def _any_batch_size() -> Generator[None, None, None]:
+    """Let BatchNorm take a single value per channel in training: one example shows the structure."""
     before = functional._verify_batch_size
     functional._verify_batch_size = lambda size: None
     try:

@@ -33,12 +33,15 @@ def test_the_last_of_n_nth_parts_is_exactly_one_whatever_the_rounding(parts: int
 
 
 @given(
-    start=st.integers(0, 1000), epsilon=st.floats(1e-9, 1), counters=st.tuples(*[st.integers(0, 10**10)] * 2)
+    start=st.integers(0, 1000),
+    epsilon=st.floats(1e-9, 1),
+    shape=st.sampled_from(["linear", "cubic"]),
+    counters=st.tuples(*[st.integers(0, 10**10)] * 2),
 )
 def test_the_share_stays_between_zero_and_one_and_never_falls(
-    start: int, epsilon: float, counters: tuple[int, int]
+    start: int, epsilon: float, shape: Any, counters: tuple[int, int]
 ) -> None:
-    ramp = Schedule(start=start, epsilon=epsilon)
+    ramp = Schedule(start=start, epsilon=epsilon, shape=shape)
     shares = [share(ramp, counter) for counter in sorted(counters)]
     assert 0.0 <= shares[0] <= shares[1] <= 1.0
 
@@ -102,7 +105,10 @@ def test_a_schedule_per_step_counts_and_complains_in_steps() -> None:
         ({"start": -1}, "Schedule: start must be 0 or more, got -1"),
         ({"start": 1.5}, r"Schedule: start must be a whole number, got 1\.5 \(float\)"),
         ({"start": True}, r"Schedule: start must be a whole number, got True \(bool\)"),
-        ({"epsilon": 0}, "epsilon must lie between 1e-09 and 1, got 0; it is the share of the target"),
+        (
+            {"epsilon": 0},
+            "epsilon must lie between 1e-09 and 1, got 0; it is the progress towards the target",
+        ),
         ({"epsilon": 1.5}, r"epsilon must lie between 1e-09 and 1, got 1\.5"),
         ({"epsilon": float("nan")}, "Schedule: epsilon must be finite, got nan"),
         ({"epsilon": "0.015"}, r"Schedule: epsilon must be a number, got '0\.015' \(str\)"),
@@ -152,3 +158,25 @@ def test_fit_always_finishes_within_the_run(length: int, fractions: tuple[float,
 def test_fit_refuses_what_is_no_fraction_of_a_run(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Schedule.fit(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("counter", "expected"), [(10, 0.0), (11, 1 - 0.9**3), (15, 0.875), (20, 1.0), (99, 1.0)]
+)
+def test_a_cubic_ramp_prunes_fast_first_and_ends_where_the_linear_one_ends(
+    counter: int, expected: float
+) -> None:
+    cubic = Schedule(10, 0.1, shape="cubic")
+    assert share(cubic, counter) == pytest.approx(expected, abs=1e-12)
+    assert cubic.ramp_end == Schedule(10, 0.1).ramp_end
+
+
+def test_a_ramp_that_fits_a_run_keeps_its_shape() -> None:
+    assert Schedule.fit(30, shape="cubic").shape == "cubic"
+    with pytest.raises(SpecError, match=r"Schedule\.fit\(60, shape='cubic'\)$"):
+        Schedule(16, 0.015, length=60, shape="cubic")
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(SpecError, match="shape must be 'linear' or 'cubic'"):
+        Schedule(shape="cubical")  # pyright: ignore[reportArgumentType]

@@ -44,7 +44,11 @@ names = nasty.filter(lambda name: name != "" and not name.startswith(("re:", "ty
 regexes = st.one_of(nasty.map(re.escape), nasty.filter(compiles)).map("re:{}".format)
 types = st.sampled_from([nn.Linear, nn.Conv2d, nn.Module, nn.modules.conv.Conv1d])
 schedules = st.builds(
-    Schedule, start=st.integers(0, 500), epsilon=st.floats(1e-9, 1), per=st.sampled_from(["epoch", "step"])
+    Schedule,
+    start=st.integers(0, 500),
+    epsilon=st.floats(1e-9, 1),
+    per=st.sampled_from(["epoch", "step"]),
+    shape=st.sampled_from(["linear", "cubic"]),
 )
 specs = st.builds(
     PruneSpec,
@@ -94,7 +98,7 @@ def test_the_dict_holds_plain_values_and_leaves_out_none_options() -> None:
         "tau": 1e-4,
         "allocation": "global",
         "min_keep": 0.25,
-        "schedule": {"start": 16, "epsilon": 0.015, "per": "epoch", "length": 120},
+        "schedule": {"start": 16, "epsilon": 0.015, "per": "epoch", "length": 120, "shape": "linear"},
         "overrides": {
             "fc": None,
             "re:layer4.*": {"nm": {"keep": 2, "of": 4}},
@@ -115,6 +119,7 @@ def test_the_toml_text_reads_like_one_written_by_hand() -> None:
         "epsilon = 0.015\n"
         'per = "epoch"\n'
         "length = 120\n"
+        'shape = "linear"\n'
         "\n[overrides]\n"
         'fc = "skip"\n'
         '"re:layer4.*" = { nm = { keep = 2, of = 4 } }\n'

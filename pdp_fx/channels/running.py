@@ -42,6 +42,11 @@ class _FlowInterpreter(fx.Interpreter):
         )
         return result
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the generated code would pass them: in lists and dicts that can be changed."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return tuple(_changeable(arg) for arg in args), {key: _changeable(arg) for key, arg in kwargs.items()}
+
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a module whose inside depends on its inputs: another input may take another way through it."""
         with no_dispatch():
@@ -57,6 +62,14 @@ class _FlowInterpreter(fx.Interpreter):
             if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
                 self.flow.put(leaf, ())
         return result
+
+
+def _changeable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _changeable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_changeable(item) for item in value]
+    return value
 
 
 def is_opaque(gm: nn.Module, node: fx.Node) -> bool:

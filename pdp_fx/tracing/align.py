@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from pdp_fx.tracing.steps import Recording, Scope, Step, Whole
+from pdp_fx.tracing.steps import Recording, Step, Whole
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Alignment:
     pairs: tuple[Pair, ...]
 
     def owner(self, pair: Pair) -> str:
-        """The module that decides whether a step of one mode happens: the innermost that is called in both modes."""
+        """The module that decides whether a step of one mode happens: the innermost called in both modes."""
         step = pair.only
         scope = None if step is None else step.scope
         other = (self.in_train if pair.in_train is None else self.in_eval).scopes
@@ -58,7 +58,7 @@ def align(in_eval: Recording, in_train: Recording) -> Alignment:
     return Alignment(in_eval, in_train, tuple(pairs))
 
 
-def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[str, int, int, int, int]]:
+def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> Sequence[tuple[str, int, int, int, int]]:
     if left == right:
         return [("equal", 0, len(left), 0, len(right))]
     return SequenceMatcher(None, left, right, autojunk=False).get_opcodes()

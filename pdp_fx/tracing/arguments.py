@@ -126,6 +126,6 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def all_values(tree: Any) -> Iterator[Any]:
-    """All that is in a nest of tuples, lists, dicts and slices: an argument that is already written as values."""
+    """All that is in a nest of tuples, lists, dicts and slices, such as an argument written as values."""
     for leaf in leaves(tree):
         yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)

@@ -1,9 +1,10 @@
 """Writing one graph from the recordings of both modes.
 
-A step that both modes share becomes one node. Where its arguments differ, `operator.getitem((in_eval, in_train),
-training)` picks one; a flag that is False in eval and True in train becomes the training flag itself. A step of one
-mode only runs in both if that can harm nothing, since its result is then simply not picked; if it draws random
-numbers, changes a tensor or needs the result of such a step, it is wrapped in `When`.
+A step that both modes share becomes one node. Where its arguments differ, `operator.getitem((in_eval,
+in_train), training)` picks one; a flag that is False in eval and True in train becomes the training flag
+itself. A step of one mode only runs in both if that can harm nothing, since its result is then simply not
+picked; if it draws random numbers, changes a tensor or needs the result of such a step, it is wrapped in
+`When`.
 """
 
 from typing import Any
@@ -84,7 +85,8 @@ class _Merge:
     def _gate_of_expression(self, value: Expr, training: bool) -> Gate | None:
         """A condition for an expression of one mode that may fail in the other.
 
-        That is one about the result of an opaque module, which may differ in structure, or about an optional input.
+        That is one about the result of an opaque module, which may differ in structure, or about an optional
+        input.
         """
         maker = root(value)
         if maker is None or not (maker.reason or _is_optional(maker)) or self._key(value) in self._shared:
@@ -94,7 +96,7 @@ class _Merge:
     def output(self, in_eval: Any, in_train: Any) -> None:
         """Write what the model returns."""
         self.writer.at("", "")
-        self.writer.graph.output(self._join(self._lower(in_eval, False), self._lower(in_train, True), ""))
+        self.writer.output(self._join(self._lower(in_eval, False), self._lower(in_train, True), ""))
 
     def _add_shared(self, in_eval: Step, in_train: Step) -> None:
         owner = in_eval.scope.path

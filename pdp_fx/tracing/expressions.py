@@ -1,7 +1,7 @@
 """Reading the source expression that a running frame is evaluating.
 
-Python keeps for every instruction the exact span of source it came from; looked up in the file's syntax tree, that
-span is an expression, and its parents say what the value is for.
+Python keeps for every instruction the exact span of source it came from; looked up in the file's syntax tree,
+that span is an expression, and its parents say what the value is for.
 """
 
 import ast
@@ -23,15 +23,22 @@ class Located:
 
 
 def expression_at(frame: FrameType) -> Located | None:
-    """The innermost expression whose instruction the frame is executing, or None if there is no source to read."""
-    located = _by_span(frame.f_code.co_filename).get(_span(frame))
-    return located if located is not None and isinstance(located.node, ast.expr) else None
+    """The innermost expression that the frame computes or branches on, or None if there is no source.
+
+    Some versions of Python give a branch the span of its whole statement; the instruction before it, which
+    computes the condition, has the span of the condition.
+    """
+    spans = _by_span(frame.f_code.co_filename)
+    at = frame.f_lasti // 2
+    for line, end_line, column, end_column in (_span(frame, at), _span(frame, at - 1)):
+        located = spans.get((line, end_line, column, end_column))
+        if located is not None:
+            return located
+    return None
 
 
-def _span(frame: FrameType) -> Span:
-    spans = islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-    line, end_line, column, end_column = next(spans, (None, None, None, None))
-    return line, end_line, column, end_column
+def _span(frame: FrameType, at: int) -> Span:
+    return next(islice(frame.f_code.co_positions(), max(at, 0), None), (None, None, None, None))
 
 
 @lru_cache(maxsize=64)
@@ -44,7 +51,7 @@ def _by_span(filename: str) -> dict[Span, Located]:
     pending: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(tree, ())]
     while pending:
         node, parents = pending.pop()
-        if isinstance(node, ast.expr | ast.If | ast.Assert):
+        if isinstance(node, ast.expr):
             found[node.lineno, node.end_lineno, node.col_offset, node.end_col_offset] = Located(node, parents)
         pending += [(child, (*parents, node)) for child in ast.iter_child_nodes(node)]
     return found
@@ -55,33 +62,30 @@ def only_checks(frame: FrameType, value: bool) -> bool:
 
     True for `assert ok`, `if bad: raise ...` and the like, if the check passes with this value.
     """
-    located = _by_span(frame.f_code.co_filename).get(_span(frame))
+    located = expression_at(frame)
     if located is None:
         return False
-    # Which of the two Python names as the place of a branch, the statement or its test, depends on its version.
-    child, above = located.node, located.parents
-    if isinstance(child, ast.If | ast.Assert):
-        outcome = _truth(child.test, value)
-        return outcome is not None and _passes(child, outcome)
-    truth: bool | None = value
-    for parent in reversed(above):
-        if truth is None:
-            return False
+    child, truth = located.node, value
+    for parent in reversed(located.parents):
         if isinstance(parent, ast.If | ast.Assert):
             return child is parent.test and _passes(parent, truth)
-        truth = _truth(parent, truth) if isinstance(parent, ast.UnaryOp | ast.BoolOp) else None
-        child = parent
+        outcome = _truth(parent, child, truth)
+        if outcome is None:
+            return False
+        child, truth = parent, outcome
     return False
 
 
-def _truth(test: ast.expr, value: bool) -> bool | None:
-    """The truth of a condition, one operand of which has this value; None if the others matter."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _truth(test.operand, value) if isinstance(test.operand, ast.BoolOp | ast.UnaryOp) else value
-        return None if inner is None else not inner
-    if isinstance(test, ast.BoolOp):
-        return value if value is isinstance(test.op, ast.Or) else None
-    return value
+def _truth(parent: ast.AST, child: ast.AST, value: bool) -> bool | None:
+    """The truth of a `not`, `and` or `or` around an operand with this truth, given that nothing failed.
+
+    None if the other truth of the operand need not have led to an error.
+    """
+    if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
+        return not value
+    if isinstance(parent, ast.BoolOp):
+        return value if value is isinstance(parent.op, ast.And) or child is parent.values[-1] else None
+    return None
 
 
 def _passes(statement: ast.If | ast.Assert, outcome: bool) -> bool:

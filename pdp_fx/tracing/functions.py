@@ -38,13 +38,14 @@ _IN_PLACE = frozenset(
 
 # A look at these never depends on the numbers inside the tensor.
 METADATA = frozenset(
-    "dim ndimension ndim stride is_contiguous is_floating_point is_complex is_signed is_tensor is_storage element_size "
-    "get_device is_pinned is_inference is_same_size is_set_to is_shared is_conj is_neg has_names type storage_offset "
-    "can_cast promote_types result_type broadcast_shapes typename is_coalesced dense_dim sparse_dim _is_view "
-    "__hash__ __repr__ __str__ __format__ __dir__ data_ptr untyped_storage storage numel nelement size __len__ "
-    "register_hook is_distributed _is_zerotensor dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu "
-    "is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps is_xpu is_xla is_mtia is_maia is_ipu is_vulkan "
-    "is_ort is_hpu is_nested itemsize nbytes names output_nr name _version retains_grad".split()
+    "dim ndimension ndim stride is_contiguous is_floating_point is_complex is_signed is_tensor is_storage "
+    "element_size get_device is_pinned is_inference is_same_size is_set_to is_shared is_conj is_neg "
+    "has_names type storage_offset can_cast promote_types result_type broadcast_shapes typename "
+    "is_coalesced dense_dim sparse_dim _is_view __hash__ __repr__ __str__ __format__ __dir__ data_ptr "
+    "untyped_storage storage numel nelement size __len__ register_hook is_distributed _is_zerotensor "
+    "dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr "
+    "is_quantized is_mkldnn is_mps is_xpu is_xla is_mtia is_maia is_ipu is_vulkan is_ort is_hpu is_nested "
+    "itemsize nbytes names output_nr name _version retains_grad".split()
 )
 # These need the sizes, which in a ragged tensor depend on numbers.
 SIZES = frozenset("shape size numel nelement __len__ stride is_contiguous is_same_size nbytes".split())
@@ -68,7 +69,7 @@ def name_of(function: Callable[..., Any]) -> str:
     if name not in ("__get__", "__set__"):
         return name
     owner: Any = getattr(function, "__self__", None)
-    return owner.fget.__name__ if isinstance(owner, property) and owner.fget else owner.__name__
+    return getattr(owner.fget if isinstance(owner, property) else owner, "__name__", name)
 
 
 def is_getter(function: Callable[..., Any]) -> bool:

@@ -13,7 +13,7 @@ from pdp_fx.errors import TraceError
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, check_step, length_of, structure_of
 from pdp_fx.tracing.steps import Expr, Step, Value
-from pdp_fx.tracing.structure import children, fresh_copy, has_tensors
+from pdp_fx.tracing.structure import fresh_copy, has_tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 _PLAIN = (str, int, float, bool, type(None))
@@ -32,7 +32,7 @@ class ExampleCall:
 
 
 def example_call(example_inputs: object) -> ExampleCall:
-    """Read example inputs: a tensor is one positional argument, a tuple several, a mapping holds keyword arguments.
+    """Read example inputs: a tensor is one positional argument, a tuple several, a mapping has keyword ones.
 
     Raises:
         TraceError: they are something else.
@@ -62,7 +62,9 @@ class _Argument:
     @property
     def has_default(self) -> bool:
         """Whether it can be left out, and then is something plain."""
-        return self.parameter.default is not self.parameter.empty and isinstance(self.parameter.default, _PLAIN)
+        return self.parameter.default is not self.parameter.empty and isinstance(
+            self.parameter.default, _PLAIN
+        )
 
     @property
     def default(self) -> Any:
@@ -73,8 +75,8 @@ class _Argument:
 def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall:
     """Add the placeholders for a call; returns the call to make.
 
-    Arguments that hold no tensors keep the value of the example, or else their default, as a default in the graph's
-    signature; the graph checks that it gets nothing else.
+    Arguments that hold no tensors keep the value of the example, or else their default, as a default in the
+    graph's signature; the graph checks that it gets nothing else.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -103,7 +105,9 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
 
 def _check(recorder: Recorder, fixed: Facts) -> None:
     wanted = ", ".join(f"{_shown(value)}={fact!r}" for value, fact in fixed)
-    message = f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
+    message = (
+        f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
+    )
     recorder.steps.append(check_step(fixed, message, recorder.scope, ""))
 
 

@@ -1,7 +1,7 @@
 """Listening to a model while it runs, and telling a recorder."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
@@ -37,7 +37,7 @@ class _Listener(TorchFunctionMode):
 
 
 @contextmanager
-def listening(recorder: Recorder) -> Iterator[None]:
+def listening(recorder: Recorder) -> Generator[None, None, None]:
     """Let the recorder know all that models do inside the block."""
     call = nn.Module.__call__
     apply = inspect.getattr_static(torch.autograd.Function, "apply")
@@ -78,7 +78,9 @@ def listening(recorder: Recorder) -> Iterator[None]:
 
     with (
         _replaced(torch, "_check_tensor_all_with", check_all),
-        _replaced(functional, "multi_head_attention_forward", _unfolded(functional.multi_head_attention_forward)),
+        _replaced(
+            functional, "multi_head_attention_forward", _unfolded(functional.multi_head_attention_forward)
+        ),
         _replaced(nn.Module, "__call__", module_call),
         _replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
         _replaced(torch.autocast, "__enter__", autocast_enter),
@@ -99,13 +101,15 @@ def _record_autocast(recorder: Recorder, context: torch.autocast) -> Step:
 
 
 @contextmanager
-def _methods_whole(recorder: Recorder) -> Iterator[None]:
+def _methods_whole(recorder: Recorder) -> Generator[None, None, None]:
     """Let the methods that are to stay whole tell the recorder of their calls."""
     with ExitStack() as stack:
         for whole in recorder.opaque:
             if whole.method:
                 module = recorder.model.get_submodule(whole.path)
-                stack.enter_context(_own_attribute(module, whole.method, _method_call(recorder, whole, module)))
+                stack.enter_context(
+                    _own_attribute(module, whole.method, _method_call(recorder, whole, module))
+                )
         yield
 
 
@@ -121,7 +125,7 @@ def _method_call(recorder: Recorder, whole: Whole, module: nn.Module) -> Callabl
 
 
 @contextmanager
-def _own_attribute(module: nn.Module, name: str, value: object) -> Iterator[None]:
+def _own_attribute(module: nn.Module, name: str, value: object) -> Generator[None, None, None]:
     vars(module)[name] = value
     try:
         yield
@@ -130,15 +134,17 @@ def _own_attribute(module: nn.Module, name: str, value: object) -> Iterator[None
 
 
 def _unfolded(function: Any) -> Callable[..., Any]:
-    """A Python function of torch that lets its parts be listened to, instead of announcing itself as a whole."""
+    """A Python function of torch that lets its parts be listened to instead of announcing itself."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    twin = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: object) -> Generator[None, None, None]:
     inherited = name not in vars(owner)
     before = inspect.getattr_static(owner, name)
     setattr(owner, name, value)

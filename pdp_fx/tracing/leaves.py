@@ -1,4 +1,4 @@
-"""Which modules stay whole: `torch.nn` layers are leaves, containers and users' modules are traced through."""
+"""Which modules stay whole: layers of `torch.nn` are leaves; containers and users' modules are not."""
 
 from torch import nn
 
@@ -20,8 +20,6 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module becomes one `call_module` node: it is defined in `torch.nn` and holds no free-form stack."""
+    """Whether a module becomes one `call_module` node: `torch.nn` defines it, and it is no container."""
     home = type(module).__module__
-    return (home.startswith("torch.nn.") or home.startswith("torch.ao.nn.")) and not isinstance(
-        module, _CONTAINERS
-    )
+    return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)

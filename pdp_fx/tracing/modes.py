@@ -11,8 +11,8 @@ from torch.fx import has_side_effect
 class When:
     """A function that is called only if its first argument is true, and otherwise gives None.
 
-    A graph has no branches: a step that draws random numbers or updates a buffer in training only is a call of
-    `When(function)` on the training flag and the arguments.
+    A graph has no branches: a step that draws random numbers or updates a buffer in training only is a call
+    of `When(function)` on the training flag and the arguments.
     """
 
     function: Callable[..., Any]

@@ -86,5 +86,3 @@ def mirror(model: nn.Module, opaque: frozenset[str] = frozenset()) -> nn.Module:
         return made
 
     return shell(model, "")
-
-

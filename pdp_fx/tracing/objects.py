@@ -1,4 +1,4 @@
-"""Objects of users' own classes: those that a model returns, such as key-value caches, and the model itself."""
+"""Objects of users' own classes: what a model returns, such as key-value caches, and the model itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Where each tensor of a run came from.
 
-Tensors are known by identity: a parameter or buffer by its name, a computed tensor by the step that made it, part of
-a result by how to reach it. Containers and objects that came whole out of a step are known too, so that they can be
-passed on whole.
+Tensors are known by identity: a parameter or buffer by its name, a computed tensor by the step that made it,
+part of a result by how to reach it. Containers and objects that came whole out of a step are known too, so
+that they can be passed on whole.
 """
 
 import operator
@@ -36,9 +36,7 @@ class Origins:
         alias: makes another tensor object of a tensor, unrecorded.
     """
 
-    def __init__(
-        self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
         self._attributes = {id(tensor): Attribute(path) for path, tensor in named}
         self._watch = watch
@@ -62,11 +60,7 @@ class Origins:
         return self.constant(tensor)
 
     def _known(self, tensor: torch.Tensor) -> Value | None:
-        return (
-            self._values.get(tensor)
-            or self._attributes.get(id(tensor))
-            or self._constants.get(id(tensor))
-        )
+        return self._values.get(tensor) or self._attributes.get(id(tensor)) or self._constants.get(id(tensor))
 
     def constant(self, tensor: torch.Tensor) -> Constant:
         """Take a tensor for a constant.
@@ -98,7 +92,8 @@ class Origins:
         """Remember where the tensors in a result come from; returns the result to hand to the model.
 
         A function that returns its argument unchanged (dropout in eval mode, `contiguous`) must not make the
-        model's later uses of the argument look like uses of the result: such a result is replaced by an alias.
+        model's later uses of the argument look like uses of the result: such a result is replaced by an
+        alias.
 
         Args:
             result: what a step returned.
@@ -137,8 +132,8 @@ class Origins:
     def change(self, tensor: torch.Tensor, step: Step, returned: bool) -> bool:
         """Note that a step changes a tensor in place.
 
-        What is written into a tensor is also in its views, and in what it is a view of. If the step returns the
-        tensor, later uses of it are uses of the step's result.
+        What is written into a tensor is also in its views, and in what it is a view of. If the step returns
+        the tensor, later uses of it are uses of the step's result.
 
         Returns:
             Whether somebody other than the users of the step's result sees the change.

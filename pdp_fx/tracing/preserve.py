@@ -1,12 +1,12 @@
 """Running a user's model and leaving no trace in it.
 
-A forward pass may update BatchNorm statistics, draw random numbers, fill caches and set attributes. All of that is put
-back, whether or not the run succeeds: training flags, attributes, the contents of buffers and of plain lists and dicts
-that modules hold, and the random number generators of torch, Python and numpy.
+A forward pass may update BatchNorm statistics, draw random numbers, fill caches and set attributes. All of
+that is put back, whether or not the run succeeds: training flags, attributes, the contents of buffers and of
+plain lists and dicts that modules hold, and the random number generators of torch, Python and numpy.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 @contextmanager
-def preserved(*models: nn.Module) -> Iterator[None]:
+def preserved(*models: nn.Module) -> Generator[None, None, None]:
     """Put the models and the random number generators back at the end, also after an error."""
     modules = {id(module): module for model in models for module in model.modules()}
     saved = [_Saved(module) for module in modules.values()]
@@ -38,7 +38,9 @@ class _Saved:
         self.contents = {
             name: value.copy() for name, value in vars(module).items() if type(value) in (dict, list, set)
         }
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None]
+        self.buffers = [
+            (buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None
+        ]
         self.gradients = [
             (parameter, parameter.requires_grad)
             for parameter in module._parameters.values()
@@ -85,7 +87,7 @@ def _same(buffer: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _generators() -> tuple[Any, ...]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
 
 def _set_generators(states: tuple[Any, ...]) -> None:
@@ -93,10 +95,10 @@ def _set_generators(states: tuple[Any, ...]) -> None:
     if states[1]:
         torch.cuda.set_rng_state_all(states[1])
     random.setstate(states[2])
-    np.random.set_state(states[3])  # noqa: NPY002
+    np.random.set_state(states[3])
 
 
 def generator_states() -> tuple[Any, ...]:
     """The states of Python's and numpy's generators, comparable by `==`."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), (name, bytes(keys), *rest)
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)

@@ -40,7 +40,9 @@ def _size(recorder: Recorder, tensor: torch.Tensor, dim: int | None = None) -> A
 
 
 def _numel(recorder: Recorder, tensor: torch.Tensor) -> Any:
-    return recorder.live(recorder.run(torch.Tensor.numel, (tensor,), {}), "numel", recorder.origins.value(tensor))
+    return recorder.live(
+        recorder.run(torch.Tensor.numel, (tensor,), {}), "numel", recorder.origins.value(tensor)
+    )
 
 
 def _device(recorder: Recorder, tensor: torch.Tensor) -> torch.device:
@@ -58,7 +60,7 @@ def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
 
 
 def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
-    """The truth of a tensor; where it depends on data, only a check may ask for it, and the graph checks too."""
+    """The truth of a tensor; if it depends on data, only a check may ask, and the graph checks too."""
     truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
     if not is_data(recorder.origins.value(tensor)):
         return truth

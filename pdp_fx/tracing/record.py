@@ -22,7 +22,8 @@ def record(
         tried: those that need not be proposed again.
 
     Raises:
-        UnrecordableError: the model does something that a graph cannot hold; the error names the module or method.
+        UnrecordableError: the model does something that a graph cannot hold; the error names the module or
+        method.
     """
     recorder = Recorder(model, opaque, tried)
     try:

@@ -1,12 +1,12 @@
 """Recording one run of a model as steps.
 
-The recorder is told of every torch function and every module call (`intercept.py` does the listening). What a graph
-cannot express raises `UnrecordableError`, which says what has to stay whole; the caller records again.
+The recorder is told of every torch function and every module call (`intercept.py` does the listening). What a
+graph cannot express raises `UnrecordableError`, which says what has to stay whole; the caller records again.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Generator, Mapping, Set
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -19,8 +19,8 @@ from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.origins import Origins
-from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.shapes import check_step, structure_of
+from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
     DIFFERS_BY_MODE,
@@ -141,7 +141,11 @@ class Recorder:
         with self.silent():
             step = self.step("call_module", whole, args, kwargs)
             if whole.path:
-                step.op, step.target, step.args = "call_method", whole.method, (Attribute(whole.path), *step.args)
+                step.op, step.target, step.args = (
+                    "call_method",
+                    whole.method,
+                    (Attribute(whole.path), *step.args),
+                )
             step.reason = self.opaque[whole]
             result = self._whole(step, method, args, kwargs)
         if self.watch.read_weights and self.scope.path:
@@ -161,14 +165,14 @@ class Recorder:
         return result
 
     def _check_structure(self, step: Step, result: Any) -> None:
-        """Let the graph fail if something opaque returns another structure than now, unless it is just a tensor."""
-        facts = [] if isinstance(result, torch.Tensor) else structure_of(step, result)
+        """Let the graph fail if something opaque returns another structure, such as no tensor at all."""
+        facts = structure_of(step, result)
         if facts:
             message = f"{step.target} returned something else than when it was traced"
             self.steps.append(check_step(facts, message, step.scope, step.source))
 
     @contextmanager
-    def _entered(self, path: str, module: nn.Module) -> Iterator[None]:
+    def _entered(self, path: str, module: nn.Module) -> Generator[None, None, None]:
         self._calls[path] += 1
         outer, self.scope = self.scope, Scope(path, self._calls[path], self.scope)
         self.scopes.add(self.scope)
@@ -191,7 +195,9 @@ class Recorder:
             if before is None or after is None or _kind(before) != _kind(after):
                 raise UnrecordableError(f"replaces its buffer {name}", Whole(self.scope.path))
             with self.silent():
-                self.function(torch.Tensor.copy_, (before, self.function(torch.Tensor.detach, (after,), {})), {})
+                self.function(
+                    torch.Tensor.copy_, (before, self.function(torch.Tensor.detach, (after,), {})), {}
+                )
         if self.watch.has_drawn_outside():
             raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
 
@@ -203,7 +209,7 @@ class Recorder:
         return Recording(tuple(self.steps), self.arguments.output(result), frozenset(self.scopes))
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
+    def silent(self) -> Generator[None, None, None]:
         """What happens inside the block is not recorded."""
         before, self.inside = self.inside, True
         try:
@@ -254,8 +260,8 @@ class Recorder:
     def _innermost(self, frame: FrameType | None) -> Whole:
         """What has to stay whole for the sake of a frame.
 
-        That is the innermost method of one of the model's modules, other than `forward`, between the forward of the
-        current module and the frame, or else the current module.
+        That is the innermost method of one of the model's modules, other than `forward`, between the forward
+        of the current module and the frame, or else the current module.
         """
         while frame is not None:
             owner, name = frame.f_locals.get("self"), frame.f_code.co_name

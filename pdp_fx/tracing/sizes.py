@@ -1,9 +1,9 @@
 """Numbers that remember how they were computed.
 
-Reading `x.shape[1]` while recording gives a `LiveInt`: an `int` in every respect, with the expression `x.size(1)`
-beside it. Arithmetic keeps the expression going, so `x.shape[1] // 2` stays a computation in the graph and batch size
-stays dynamic. A comparison gives a plain bool: the branch that the model took is the branch in the graph. So does
-`int(...)` give a plain number, because Python insists on it.
+Reading `x.shape[1]` while recording gives a `LiveInt`: an `int` in every respect, with the expression
+`x.size(1)` beside it. Arithmetic keeps the expression going, so `x.shape[1] // 2` stays a computation in the
+graph and batch size stays dynamic. A comparison gives a plain bool: the branch that the model took is the
+branch in the graph. So does `int(...)` give a plain number, because Python insists on it.
 """
 
 import math

@@ -1,9 +1,10 @@
 """What a recording is made of: steps in the order they happened, and values that refer to them.
 
-A *step* is one thing the model did: a torch function, a method of a tensor, a leaf module. A *value* says where
-something comes from: a step's result, a parameter by name, or an expression over other values, such as "axis 1 of
-the size of that result, divided by 2". Expressions are not steps: they are written into the graph only where a step
-uses them, so two recordings of one model differ in their steps only if the model acted differently.
+A *step* is one thing the model did: a torch function, a method of a tensor, a leaf module. A *value* says
+where something comes from: a step's result, a parameter by name, or an expression over other values, such as
+"axis 1 of the size of that result, divided by 2". Expressions are not steps: they are written into the graph
+only where a step uses them, so two recordings of one model differ in their steps only if the model acted
+differently.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 
 DIFFERS_BY_MODE = "acts differently in training mode"
 """Why a module without weights is kept whole although its data do not decide what it does."""
@@ -51,7 +51,8 @@ class Step:
         kwargs: keyword arguments, likewise.
         scope: the module call that it happened in.
         source: the user's line, `file.py:line`.
-        data: whether its numbers depend on inputs, parameters, buffers or chance, so that no branch may use them.
+        data: whether its numbers depend on inputs, parameters, buffers or chance, so that no branch may use
+            them.
         ragged: whether its sizes depend on such numbers.
         changes: the values it changes in place.
         observed: whether somebody other than the users of its result sees that change.
@@ -89,7 +90,7 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """A call without side effects: of a function, or, if `call` is a string, of that method of the first argument."""
+    """A call without side effects: of a function, or, if `call` is a string, of a method of the first argument."""
 
     call: str | Callable[..., Any]
     args: tuple[Any, ...]

@@ -32,7 +32,7 @@ class Outcome:
     other_generators: tuple[Any, ...]
 
     def is_near(self, other: "Outcome") -> bool:
-        """Whether another run gives the same up to rounding: a thousand times the precision, of the output's scale."""
+        """Whether another run gives the same up to a thousand roundings, relative to the output's scale."""
         if self.kind is not other.kind or len(self.results) != len(other.results):
             return False
         return all(_near(mine, theirs) for mine, theirs in zip(self.results, other.results, strict=True))
@@ -49,7 +49,9 @@ class Outcome:
         for name, buffer in self.buffers.items():
             if name not in other.buffers or not _identical(buffer, other.buffers[name]):
                 return f"leaves another value in the buffer {name}"
-        same = self.other_generators == other.other_generators and torch.equal(self.generator, other.generator)
+        same = self.other_generators == other.other_generators and torch.equal(
+            self.generator, other.generator
+        )
         return "" if same else "draws other random numbers"
 
 

@@ -1,11 +1,12 @@
 """Watching the aten operations of a run.
 
-Torch functions are what a recording is made of, but some code never calls one: TorchScript functions, C++ extensions,
-constructors like `torch.Tensor(3)`. Their aten operations are seen here, so that a tensor made by them is not taken
-for a constant. The same look tells whether a call drew random numbers or gave a result whose size depends on numbers.
+Torch functions are what a recording is made of, but some code never calls one: TorchScript functions, C++
+extensions, constructors like `torch.Tensor(3)`. Their aten operations are seen here, so that a tensor made by
+them is not taken for a constant. The same look tells whether a call drew random numbers or gave a result
+whose size depends on numbers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
 from pdp_fx.tracing.preserve import generator_states
 
 # Custom operators carry no tags; these are known to give sizes that follow from the sizes of their arguments.
@@ -61,7 +63,7 @@ class Watch(TorchDispatchMode):
         self._generators = generator_states()
 
     @contextmanager
-    def watching(self) -> Iterator["Watch"]:
+    def watching(self) -> Generator["Watch", None, None]:
         """Watch one call: the attributes tell about it afterwards."""
         self.random = self.ragged = self.read_numbers = self.read_weights = False
         state = torch.default_generator.get_state()
@@ -111,4 +113,3 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of the memory of a tensor."""
     return tensor.untyped_storage()._cdata
-

@@ -1,7 +1,7 @@
 """Writing nodes: attributes, constants and expressions once each, flags, and steps with or without a gate.
 
-Expressions are written right behind the node they are about, however late they are needed, so that every node has one
-place whichever mode asked for it first.
+Expressions are written right behind the node they are about, however late they are needed, so that every node
+has one place whichever mode asked for it first.
 """
 
 import operator
@@ -77,6 +77,10 @@ class Writer:
             self.protected.add(node)
         return node
 
+    def output(self, returned: Any) -> None:
+        """Write what the graph returns."""
+        self.graph.output(returned).meta.update(self._meta)
+
     def _method(self, whole: Whole) -> str:
         """The child of the tree that calls a method of the model."""
         if whole not in self._methods:
@@ -109,9 +113,7 @@ class Writer:
             self._expressions[key] = self._hoisted(call, args, kwargs, gate)
         return self._expressions[key]
 
-    def _hoisted(
-        self, call: str | Callable[..., Any], args: Any, kwargs: Any, gate: Gate | None
-    ) -> fx.Node:
+    def _hoisted(self, call: str | Callable[..., Any], args: Any, kwargs: Any, gate: Gate | None) -> fx.Node:
         operands = _nodes((args, kwargs))
         op = "call_method" if isinstance(call, str) else "call_function"
         gate = self.gate_of(operands) or gate

@@ -54,7 +54,7 @@ def assert_same(gm: nn.Module, model: nn.Module, example: Example) -> None:
 
 
 def assert_same_state(gm: nn.Module, model: nn.Module) -> None:
-    """Both models have the same names in the same order, the same parameters and buffers, and the same flag."""
+    """Both models have the same names in the same order, the same parameters and buffers, the same flag."""
     assert list(gm.state_dict()) == list(model.state_dict())
     wanted, got = dict(model.named_parameters()), dict(gm.named_parameters())
     assert list(got) == list(wanted)

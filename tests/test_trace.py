@@ -1,0 +1,160 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from tests.tracing.checks import assert_same, assert_same_state, exact, opaque, targets
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        y += x
+        return torch.relu(y)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.blocks = nn.Sequential(Residual(), Residual())
+        self.gain = nn.Parameter(torch.ones(4, 1, 1))
+        self.head = nn.Linear(4, 2)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.blocks(self.stem(x)) * self.gain * scale
+        return self.head(self.dropout(x.mean((2, 3))))
+
+
+def images(n: int) -> Tensor:
+    return torch.randn(n, 3, 8, 8)
+
+
+def test_layers_become_nodes_and_containers_do_not() -> None:
+    gm = exact(Net(), images(2), images(5))
+    assert {"stem", "head", "dropout"} <= set(targets(gm))
+    assert [name for name in targets(gm) if name.startswith("blocks")] == [
+        "blocks.0.conv",
+        "blocks.0.bn",
+        "blocks.1.conv",
+        "blocks.1.bn",
+    ]
+
+
+def test_a_node_tells_its_owner_and_its_line() -> None:
+    gm = trace(Net(), images(2))
+    node = next(node for node in gm.graph.nodes if node.target == "blocks.1.bn")
+    line = Residual.forward.__code__.co_firstlineno + 1
+    assert (node.meta["owner"], node.meta["source"]) == ("blocks.1", f"test_trace.py:{line}")
+    assert all("source" in node.meta for node in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_mode_of_the_model_is_kept(training: bool) -> None:
+    model = Net().train(training)
+    model.blocks[1].eval()
+    gm = exact(model, images(2))
+    flags = dict(gm.named_modules())
+    assert all(flags[name].training == module.training for name, module in model.named_modules())
+
+
+def test_one_image_is_enough_for_batch_norm() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(self.conv(x.mean((2, 3), keepdim=True)))
+
+    model = Pooled()
+    gm = trace(model, images(1))
+    assert_same(gm, model, images(2))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(images(1))
+
+
+def test_a_failure_leaves_the_model_as_it_was() -> None:
+    class Fails(Net):
+        calls: list[int]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = []
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            self.calls.append(1)
+            self.last = super().forward(x)
+            torch.rand(3)
+            raise RuntimeError("on purpose")
+
+    model, inputs = Fails().train(), images(2)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    with pytest.raises(TraceError, match="the model itself fails on the example inputs in eval mode") as info:
+        trace(model, inputs)
+    assert str(info.value.__cause__) == "on purpose"
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    assert torch.equal(generator, torch.get_rng_state())
+    assert model.calls == []
+    assert model.last is None
+
+
+def test_a_model_under_no_grad_is_traced_the_same() -> None:
+    model = Net()
+    with torch.no_grad():
+        gm = trace(model, images(2))
+        assert not torch.is_grad_enabled()
+    assert_same(gm, model, images(2))
+    with torch.inference_mode():
+        assert targets(trace(model, images(2))) == targets(gm)
+
+
+def test_without_example_inputs_the_same_graph_results() -> None:
+    model = Net()
+    gm = trace(model)
+    gm.graph.lint()
+    assert_same_state(gm, model)
+    assert_same(gm, model, images(3))
+    named = [name for name in targets(trace(model, images(2))) if "." in name]
+    assert [name for name in targets(gm) if "." in name] == named
+
+
+def test_without_example_inputs_modes_are_followed_too() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.linear(x), 0.5, self.training)
+
+    model = nn.Sequential(Drops(), Drops())
+    assert_same(trace(model), model, torch.randn(3, 4))
+
+
+def test_without_example_inputs_control_flow_is_refused() -> None:
+    class Decides(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(TraceError, match=r"without example inputs.*test_trace.py:\d+.*pass example_inputs"):
+        trace(Decides())
+
+
+def test_lazy_layers_have_to_be_run_first() -> None:
+    with pytest.raises(TraceError, match="run the model once"):
+        trace(nn.Sequential(nn.LazyLinear(4)), torch.randn(2, 3))
+
+
+def test_nothing_is_opaque_in_a_plain_net() -> None:
+    assert not opaque(trace(Net(), images(2)))

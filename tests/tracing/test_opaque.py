@@ -1,0 +1,202 @@
+import random
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from tests.tracing.checks import exact, opaque, targets
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.linear(x)
+        return x
+
+
+class Around(nn.Module):
+    """One module between two layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(self.before(x)))
+
+
+class Checks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        assert (x < 1e6).all(), "too large"
+        if not torch.isfinite(x).all() or x.dim() > 3:
+            raise ValueError("infinite")
+        return x * 2
+
+
+class Pick(nn.Module):
+    """Picks rows by their values, in a method that uses no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def pick(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows = x[x[:, 0] > 0]
+        if rows.shape[0] < 1:
+            return x, None
+        return rows.mean(0, keepdim=True).expand_as(x), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, _ = self.pick(self.linear(x))
+        return mean + x
+
+
+class Cubed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return 3 * gradient * x**2
+
+
+class Cubes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, Cubed.apply(x))
+
+
+class Lottery(nn.Module):
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.source == "python":
+            return x * 2 if random.random() < 0.5 else x
+        return x + torch.from_numpy(np.random.rand(4).astype("float32"))
+
+
+def test_a_module_that_branches_on_its_data_stays_whole() -> None:
+    x = torch.randn(2, 4)
+    gm = exact(Around(Decides()), x, -x, torch.randn(3, 4))
+    assert list(opaque(gm)) == ["inner"]
+    assert opaque(gm)["inner"].startswith("branches on the numbers in a tensor (test_opaque.py:")
+    assert gm.get_submodule("inner.linear") is not None
+
+
+def test_only_the_innermost_module_stays_whole() -> None:
+    gm = exact(Around(nn.Sequential(Around(Decides()), nn.Linear(4, 4))), torch.randn(2, 4))
+    assert list(opaque(gm)) == ["inner.0.inner"]
+
+
+def test_a_model_that_branches_itself_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"the forward of Decides itself: it branches .*test_opaque.py:\d+"):
+        trace(Decides(), torch.randn(2, 4))
+
+
+def test_a_check_stays_a_check() -> None:
+    gm = exact(Around(Checks()), torch.randn(2, 4))
+    assert not opaque(gm)
+    assert targets(gm).count("_assert") == 3
+    with pytest.raises(AssertionError, match=r"the check at test_opaque.py:\d+ failed"):
+        gm(torch.full((2, 4), torch.nan))
+
+
+def test_a_method_that_uses_no_weights_stays_whole_alone() -> None:
+    gm = exact(Around(Pick()), torch.randn(8, 4))
+    assert list(opaque(gm)) == ["pick"]
+    assert "inner.linear" in targets(gm)
+
+
+def test_a_method_of_the_model_itself_stays_whole() -> None:
+    model = Pick()
+    x = torch.cat([torch.eye(4), -torch.eye(4)])
+    gm = exact(model, x)
+    assert list(opaque(gm)) == ["pick"]
+    assert "linear" in targets(gm)
+
+
+def test_something_opaque_that_returns_another_structure_fails() -> None:
+    model = Pick()
+    nn.init.eye_(model.linear.weight)
+    nn.init.zeros_(model.linear.bias)
+    gm = exact(model, torch.ones(2, 4))
+    with pytest.raises(AssertionError, match="returned something else than when it was traced"):
+        gm(-torch.ones(2, 4))
+
+
+def test_an_autograd_function_keeps_its_module_whole() -> None:
+    gm = exact(Around(Cubes()), torch.randn(2, 4))
+    assert "uses the autograd function Cubed" in opaque(gm)["inner"]
+
+
+@pytest.mark.parametrize("source", ["python", "numpy"])
+def test_random_numbers_from_elsewhere_keep_their_module_whole(source: str) -> None:
+    gm = exact(Around(Lottery(source)), torch.randn(2, 4))
+    assert "random numbers" in opaque(gm)["inner"]
+    with pytest.raises(TraceError, match="random numbers"):
+        trace(Lottery(source), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_parts_are_traced_into(reentrant: bool) -> None:
+    class Saves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.part, x, use_reentrant=reentrant)
+
+    gm = exact(Saves(), torch.randn(2, 4).requires_grad_())
+    assert {"part.0", "part.1"} <= set(targets(gm))
+
+
+def test_a_model_that_skips_work_unless_compiled_is_traced_as_compiled() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            if torch.compiler.is_compiling() or not mask.all():
+                x = x * mask
+            return self.linear(x)
+
+    model = Masked()
+    gm = trace(model, (torch.randn(2, 4), torch.ones(2, 4)))
+    assert not opaque(gm)
+    inputs = torch.randn(2, 4), torch.tensor([[1.0, 0, 1, 0], [0, 0, 1, 1]])
+    assert torch.equal(gm(*inputs), model(*inputs))
+
+
+def test_tracing_ends_when_an_opaque_module_gets_what_a_graph_cannot_hold() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, how: object) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.takes = Takes()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.takes(x, object())
+
+    gm = exact(Around(Passes()), torch.randn(2, 4))
+    assert "passes a object, which a graph cannot hold" in opaque(gm)["inner"]
