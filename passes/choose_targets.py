@@ -12,7 +12,7 @@ from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
-from pdp_fx.granularity import NM, Channels, Rule, Unstructured
+from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
 from pdp_fx.ops.kinds import input_axis, owned_names
 from pdp_fx.passes.find_sites import Site, Sites
 
@@ -117,7 +117,7 @@ def _dispute(asked: Asked) -> str:
     """How the rules of the owners of a shared weight differ, or the empty string."""
     if len(set(asked.values())) < 2:
         return ""
-    texts = [f"{owner}: {'skip' if rule is None else rule}" for owner, rule in asked.items()]
+    texts = [f"{owner}: {'skip' if rule is None else rule_text(rule)}" for owner, rule in asked.items()]
     return f"its weight is shared by layers to which the spec gives different rules ({', '.join(texts)})"
 
 

@@ -67,9 +67,9 @@ def _is_flag(node: fx.Node, modules: frozenset[str]) -> bool:
 def _call_plainly(graph: fx.Graph, node: fx.Node, function: Any) -> None:
     """Put a call without a condition in the place of one that had one."""
     with graph.inserting_before(node):
-        if function is operator.call:
-            module = node.all_input_nodes[0]
-            plain = graph.call_module(str(module.target), node.args[2:], node.kwargs)
+        called = node.args[1] if function is operator.call else None
+        if isinstance(called, fx.Node) and called.op == "get_attr":
+            plain = graph.call_module(str(called.target), node.args[2:], node.kwargs)
         else:
             plain = graph.call_function(function, node.args[1:], node.kwargs)
     plain.meta = dict(node.meta)

@@ -51,7 +51,7 @@ class MaskChannels(Pass):
             before = min(carriers, key=lambda node: order[node])
             mask = ChannelMask(
                 tuple(slot.tensor for slot in group.producers),
-                ctx.spec.tau,
+                ctx.spec.softness,
                 tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
                 group.width,
                 group.parts,

@@ -29,9 +29,9 @@ class MaskWeights(Pass):
         for site, rule in ctx.get(Plan).weights:
             reads = (site.parameter,)
             if isinstance(rule, NM):
-                mask = NMMask(reads, ctx.spec.tau, rule.keep, rule.of)
+                mask = NMMask(reads, ctx.spec.softness, rule.keep, rule.of)
             else:
-                mask = WeightMask(reads, ctx.spec.tau)
+                mask = WeightMask(reads, ctx.spec.softness)
             key = pruner.add(site.parameter, mask, rule)
             _mask_inside(gm, site.parameter, mask)
             read = exposed.nodes.get(site.parameter)

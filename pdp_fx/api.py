@@ -22,6 +22,7 @@ from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.verify_equivalence import Reference, eval_outputs
+from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner, find, find_all
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace
@@ -172,18 +173,7 @@ def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> 
     if inputs is not None:
         ctx.put(Reference(eval_outputs(gm, inputs), tolerance))
     CONVERT.run(gm, ctx, on_pass)
-    return _plain(gm)
-
-
-def _plain(gm: fx.GraphModule) -> fx.GraphModule:
-    """A bare graph module: no type of ours, no module that the graph does not use."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.nodes:
-        node.meta = {}
-    plain = fx.GraphModule(gm, graph, type(gm).__name__)
-    plain.graph.lint()
-    return plain.eval()
+    return plain(gm)
 
 
 def _keep_findings(pruner: Pruner, ctx: Context) -> None:

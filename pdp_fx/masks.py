@@ -18,12 +18,15 @@ from pdp_fx.ops.nm import group_view, nm_pruned, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.ranking import Ranking
 from pdp_fx.ops.select import readable, smallest
-from pdp_fx.ops.soft_mask import soft_mask, soft_mask_value
+from pdp_fx.ops.soft_mask import Temperature, soft_mask, soft_mask_value
 from pdp_fx.ops.threshold import compute_dtype, threshold
 from pdp_fx.sharding import refuse_shard
+from pdp_fx.softness import Softness
 
 UNSET = -1
 MILLION = 1_000_000
+SMALLEST_TAU = 1e-30
+"""A relative tau of a layer of zeros."""
 
 
 class Mask(nn.Module):
@@ -31,7 +34,9 @@ class Mask(nn.Module):
 
     Attributes:
         parameters_read: qualified names of the parameters that the mask is computed from.
-        tau: softness of the mask, in squared units of the weight.
+        tau: softness of the mask.
+        tau_bits: the number in tau as it is now, a float64 as an integer, where it changes; no checkpoint
+            holds it.
         target: how many units are pruned in the end; -1 until the ratios are fixed.
         count: how many units are pruned now; follows from the target and the schedule, so no checkpoint
             holds it.
@@ -39,11 +44,15 @@ class Mask(nn.Module):
 
     target: Tensor
     count: Tensor
+    tau_bits: Tensor
 
-    def __init__(self, parameters_read: tuple[str, ...], tau: float) -> None:
+    def __init__(self, parameters_read: tuple[str, ...], tau: Softness | float) -> None:
         super().__init__()
         self.parameters_read = parameters_read
-        self.tau = tau
+        self.tau = tau if isinstance(tau, Softness) else Softness(tau)
+        if self.tau.end is not None:
+            bits = torch.tensor(self.tau.start, dtype=torch.float64).view(torch.int64)
+            self.register_buffer("tau_bits", bits, persistent=False)
         self.register_buffer("target", torch.tensor(UNSET))
         self.register_buffer("count", torch.tensor(0), persistent=False)
 
@@ -55,6 +64,18 @@ class Mask(nn.Module):
     def advance(self, share: float) -> None:
         """Prune ``share`` of the target, in [0, 1], from now on."""
         self.count.fill_(round(share * int(self.target)))
+        if self.tau.end is not None:
+            self.tau_bits.view(torch.float64).fill_(self.tau.at(share))
+
+    def temperature(self, weight: Tensor) -> Temperature:
+        """The tau for these weights (or channel scores) now: a constant of the step, read without waiting."""
+        if self.tau.constant:
+            return self.tau.start
+        number = self.tau.start if self.tau.end is None else self.tau_bits.view(torch.float64)
+        if not self.tau.relative:
+            return number
+        norm = cast(Tensor, torch.linalg.vector_norm(weight.detach(), dtype=compute_dtype(weight.dtype)))
+        return (number * norm.square() / weight.numel()).clamp(min=SMALLEST_TAU)
 
     def idle(self, weight: Tensor) -> bool:
         """Whether nothing is pruned now, as far as that can be told without waiting for a device."""
@@ -74,13 +95,13 @@ class Mask(nn.Module):
         """The soft mask itself, in [0, 1], in the shape of the units."""
 
     def extra_repr(self) -> str:
-        return f"tau={self.tau:g}"
+        return f"tau={self.tau}"
 
 
 class WeightMask(Mask):
     """Unstructured: every weight is a unit (paper, section 3.1)."""
 
-    def __init__(self, parameters_read: tuple[str, ...], tau: float) -> None:
+    def __init__(self, parameters_read: tuple[str, ...], tau: Softness | float) -> None:
         super().__init__(parameters_read, tau)
         self.ranking = Ranking()
 
@@ -90,7 +111,7 @@ class WeightMask(Mask):
         if self.idle(weight):
             return weight
         if self.training:
-            return soft_mask(weight, self._threshold(weight), self.tau)
+            return soft_mask(weight, self._threshold(weight), self.temperature(weight))
         return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
 
     def pruned(self, *weights: Tensor) -> Tensor:
@@ -102,7 +123,7 @@ class WeightMask(Mask):
         return smallest(magnitude, self.count)
 
     def values(self, *weights: Tensor) -> Tensor:
-        return soft_mask_value(weights[0], self._threshold(weights[0]), self.tau)
+        return soft_mask_value(weights[0], self._threshold(weights[0]), self.temperature(weights[0]))
 
     def _threshold(self, weight: Tensor) -> Tensor:
         if not readable(weight) or not 0 < int(self.count) < weight.numel():
@@ -119,7 +140,7 @@ class NMMask(Mask):
     between whole weights.
     """
 
-    def __init__(self, parameters_read: tuple[str, ...], tau: float, keep: int, of: int) -> None:
+    def __init__(self, parameters_read: tuple[str, ...], tau: Softness | float, keep: int, of: int) -> None:
         super().__init__(parameters_read, tau)
         self.keep = keep
         self.of = of
@@ -132,7 +153,7 @@ class NMMask(Mask):
             return weight
         if not self.training:
             return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
-        return nm_soft_mask(weight, self.of, self.count, self.tau)
+        return nm_soft_mask(weight, self.of, self.count, self.temperature(weight))
 
     @property
     def pruned_now(self) -> int:
@@ -144,7 +165,8 @@ class NMMask(Mask):
 
     def values(self, *weights: Tensor) -> Tensor:
         t = nm_threshold(weights[0], self.of, self.count)
-        return soft_mask_value(group_view(weights[0], self.of), t, self.tau).reshape(weights[0].shape)
+        groups, tau = group_view(weights[0], self.of), self.temperature(weights[0])
+        return soft_mask_value(groups, t, tau).reshape(weights[0].shape)
 
     def extra_repr(self) -> str:
         return f"keep={self.keep}, of={self.of}, {super().extra_repr()}"
@@ -179,7 +201,7 @@ class ChannelMask(Mask):
     def __init__(
         self,
         parameters_read: tuple[str, ...],
-        tau: float,
+        tau: Softness | float,
         producers: tuple[Producer, ...],
         width: int,
         parts: tuple[tuple[int, ...], ...] = (),
@@ -200,7 +222,7 @@ class ChannelMask(Mask):
         if not self.training:
             return (~smallest(self.ranked(scores), self.count)).to(scores.dtype)
         t = threshold(self.ranked(scores), self.count)
-        return torch.sigmoid((scores.square() - t * t.abs()) / self.tau)
+        return torch.sigmoid((scores.square() - t * t.abs()) / self.temperature(scores))
 
     def scores(self, *weights: Tensor) -> Tensor:
         """Root mean square weight of every channel, shape (width,), float32 or float64."""
@@ -236,7 +258,7 @@ class ChannelMask(Mask):
 
     def values(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights).detach()
-        return soft_mask_value(scores, threshold(self.ranked(scores), self.count), self.tau)
+        return soft_mask_value(scores, threshold(self.ranked(scores), self.count), self.temperature(scores))
 
     def extra_repr(self) -> str:
         return f"width={self.width}, {super().extra_repr()}"

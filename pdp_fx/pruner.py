@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
+from pdp_fx.granularity import rule_text
 from pdp_fx.masks import ChannelMask, Mask, NMMask
 from pdp_fx.schedule import share
 from pdp_fx.sharding import whole
@@ -153,7 +154,7 @@ class Pruner(nn.Module):
             most = self._limits(masks, rule, rule.ratio)
             wanted = round(rule.ratio * sum(widths))
             if wanted > sum(most):
-                logger.warning("%s: of %d channels only %d can go", rule, wanted, sum(most))
+                logger.warning("%s: of %d channels only %d can go", rule_text(rule), wanted, sum(most))
             counts = self._channel_counts(scores, most)(wanted)
             counts = [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
         else:

@@ -1,8 +1,8 @@
 """How the share of the target grows while the model trains: a pure function of the epoch or step.
 
-Progress at counter e: p = min(1, epsilon * (e - start)), and 0 before `start`; the counter counts the calls of
-`pdp_fx.step`. The share of the target is p itself (paper, appendix, algorithm "Training flow for PDP") or, with
-`shape="cubic"`, 1 - (1 - p)^3, which prunes fast at first and slowly at the end (Zhu and Gupta, 2017).
+Progress at counter e: p = min(1, epsilon * (e - start)), and 0 before `start`; the counter counts the calls
+of `pdp_fx.step`. The share of the target is p itself (paper, appendix, algorithm "Training flow for PDP") or,
+with `shape="cubic"`, 1 - (1 - p)^3, which prunes fast at first and slowly at the end (Zhu and Gupta, 2017).
 """
 
 import math

@@ -20,6 +20,7 @@ from pdp_fx.granularity import Unstructured as Unstructured
 from pdp_fx.granularity import checked_rule
 from pdp_fx.overrides import Override, Overrides, check_all_match, normalised, storable_key, winner
 from pdp_fx.schedule import Schedule as Schedule
+from pdp_fx.softness import Softness
 from pdp_fx.spec_text import (
     Plain,
     build,
@@ -51,11 +52,13 @@ class PruneSpec:
             over types, types over the default.
         schedule: when the target is reached.
         tau: softness of the masks in squared units of the weights, m = sigmoid((w^2 - t^2) / tau), above 0
-            (paper, section 3.1).
+            (paper, section 3.1). "rel:c" is c times the mean square of each layer's weights (of a group's
+            channel scores) at every step: it means the same at every scale.
         allocation: "global" lets the magnitudes of all layers together decide how much of each is pruned, as
             the paper does; "uniform" gives each layer its rule's ratio.
         min_keep: under global allocation no layer keeps less than this share of what uniform allocation would
             keep, from 0 (the paper's unguarded ranking) to 1 (uniform).
+        tau_end: what the number in tau has become, geometrically, when the target is reached; None keeps it.
 
     Raises:
         SpecError: a value is impossible or of the wrong type, a key is given twice, or nothing is pruned.
@@ -69,29 +72,37 @@ class PruneSpec:
     default: Rule | None
     overrides: tuple[Override, ...]
     schedule: Schedule
-    tau: float
+    tau: float | str
     allocation: Allocation
     min_keep: float
+    tau_end: float | None
 
     def __init__(
         self,
         default: Rule | None,
         overrides: Overrides = (),
         schedule: Schedule = _PAPER_SCHEDULE,
-        tau: float = 1e-4,
+        tau: float | str = 1e-4,
         allocation: Allocation = "global",
         min_keep: float = 0.25,
+        tau_end: float | None = None,
     ) -> None:
         store(
             self,
             default=checked_rule("PruneSpec: default", default),
             overrides=normalised(overrides),
             schedule=_checked_schedule(schedule),
-            tau=finite_number("PruneSpec: tau", tau),
+            tau=tau if isinstance(tau, str) else finite_number("PruneSpec: tau", tau),
             allocation=one_of("PruneSpec: allocation", allocation, ("global", "uniform")),
             min_keep=finite_number("PruneSpec: min_keep", min_keep),
+            tau_end=None if tau_end is None else finite_number("PruneSpec: tau_end", tau_end),
         )
         self._check_ranges()
+
+    @property
+    def softness(self) -> Softness:
+        """What `tau` and `tau_end` say together."""
+        return Softness.parse(self.tau, self.tau_end)
 
     def rule_for(self, name: str, module: nn.Module | type[nn.Module]) -> Rule | None:
         """The rule for the parameters of the module `name`, an instance or a type; None if it is skipped."""
@@ -128,6 +139,7 @@ class PruneSpec:
             "tau": self.tau,
             "allocation": self.allocation,
             "min_keep": self.min_keep,
+            **({} if self.tau_end is None else {"tau_end": self.tau_end}),
             "schedule": fields_to_plain(self.schedule),
             "overrides": {storable_key(key): rule_to_plain(rule) for key, rule in self.overrides},
         }
@@ -188,8 +200,7 @@ class PruneSpec:
             raise SpecError(f"{path}: {err}") from err
 
     def _check_ranges(self) -> None:
-        if self.tau <= 0:
-            raise SpecError(f"PruneSpec: tau must be above 0, got {self.tau:g}; the paper's value is 1e-4")
+        Softness.parse(self.tau, self.tau_end)
         if not 0 <= self.min_keep <= 1:
             raise SpecError(
                 f"PruneSpec: min_keep must lie between 0 (unguarded) and 1 (uniform), got {self.min_keep:g}"

@@ -128,6 +128,8 @@ def _key(key: str) -> str:
 def _value(value: Plain) -> str:
     if value is None:
         return _quoted(SKIP)
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str):
         return _quoted(value)
     if isinstance(value, dict):

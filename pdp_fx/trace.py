@@ -7,8 +7,7 @@ modes, and has to give what the model gives, bit for bit.
 """
 
 import logging
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.record import record
+from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
 from pdp_fx.tracing.symbolic import symbolic_recording
@@ -64,7 +64,11 @@ def trace(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.G
     lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
     if lazy:
         raise TraceError(f"the parameter {lazy[0]!r} has no shape yet; run the model once before tracing it")
-    with torch.inference_mode(False), torch.enable_grad(), _any_batch_size():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        replaced(functional, "_verify_batch_size", _accept),
+    ):
         return _trace_by_recording(model, example)
 
 
@@ -215,12 +219,8 @@ def _problem(
     return ""
 
 
-@contextmanager
-def _any_batch_size() -> Generator[None, None, None]:
-    """Let BatchNorm take a single value per channel in training: one example shows the structure."""
-    before = functional._verify_batch_size
-    functional._verify_batch_size = lambda size: None
-    try:
-        yield
-    finally:
-        functional._verify_batch_size = before
+def _accept(size: list[int]) -> None:
+    """Take any size; in the place of the check by which BatchNorm refuses a single value per channel.
+
+    One example is enough to see what a model does in training mode.
+    """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from networkx.algorithms import bipartite
 from torch import fx, nn
-from torchvision import models
+from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, StateError, Unstructured
@@ -114,7 +114,7 @@ def test_the_graph_can_be_exported_and_read_back(tmp_path: Path) -> None:
     graph = pdp_fx.channel_graph(resnet18())
     nx.write_graphml(graph, tmp_path / "channels.graphml")
     read = nx.read_graphml(tmp_path / "channels.graphml")
-    assert dict(read.nodes(data=True)) == dict(graph.nodes(data=True))
+    assert {name: read.nodes[name] for name in read} == {name: graph.nodes[name] for name in graph}
     assert read.adj == graph.adj
     nx.write_gml(graph, tmp_path / "channels.gml")
     assert set(nx.read_gml(tmp_path / "channels.gml")) == set(graph)

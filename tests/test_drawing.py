@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import fx
-from torchvision import models
+from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
 from pdp_fx import Channels

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision import models
+from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
 from pdp_fx import NM, Channels, Explanation, PruneSpec, StateError, Unstructured
@@ -90,7 +90,7 @@ def test_every_kept_channel_names_its_node_line_reason_and_remedy() -> None:
     assert kept["sorted"].why == "no channel rule for sort"
     assert re.fullmatch(r"test_explain\.py:\d+", kept["sorted"].sources[0])
     assert kept["added"].why == "add joins these channels with values that have none"
-    assert kept["added"].remedy == "send those values through a layer of their own first"
+    assert kept["added"].remedy == "free what keeps those values, or give them a layer of their own"
     assert kept["head"].why == "the model returns these channels"
 
 

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision import models
+from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
 from benchmarks.mobilenet_v1 import MobileNetV1

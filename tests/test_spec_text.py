@@ -25,7 +25,7 @@ counts = st.integers(1, 10**6)
 rules: st.SearchStrategy[Rule] = st.one_of(
     shares.map(Unstructured),
     st.tuples(counts, counts).map(lambda pair: NM(min(pair), sum(pair))),
-    st.builds(Channels, ratio=shares, round_to=counts, min_channels=counts),
+    st.builds(Channels, ratio=shares, round_to=counts, min_channels=counts, through_norms=st.booleans()),
     st.builds(Channels, mac_reduction=shares, round_to=counts, min_channels=counts),
 )
 
@@ -55,9 +55,10 @@ specs = st.builds(
     rules,
     st.dictionaries(st.one_of(names, regexes, types), st.one_of(st.none(), rules), max_size=5),
     st.one_of(schedules, st.integers(2, 500).map(Schedule.fit)),
-    tau=st.floats(0, 1e6, exclude_min=True),
+    tau=st.one_of(st.floats(0, 1e6, exclude_min=True), st.floats(1e-9, 1e3).map("rel:{}".format)),
     allocation=st.sampled_from(["global", "uniform"]),
     min_keep=st.floats(0, 1),
+    tau_end=st.one_of(st.none(), st.floats(0, 1e6, exclude_min=True)),
 )
 
 
@@ -102,7 +103,14 @@ def test_the_dict_holds_plain_values_and_leaves_out_none_options() -> None:
         "overrides": {
             "fc": None,
             "re:layer4.*": {"nm": {"keep": 2, "of": 4}},
-            "type:torch.nn.Linear": {"channels": {"mac_reduction": 0.5, "round_to": 16, "min_channels": 1}},
+            "type:torch.nn.Linear": {
+                "channels": {
+                    "mac_reduction": 0.5,
+                    "round_to": 16,
+                    "min_channels": 1,
+                    "through_norms": False,
+                }
+            },
         },
     }
 
@@ -123,7 +131,8 @@ def test_the_toml_text_reads_like_one_written_by_hand() -> None:
         "\n[overrides]\n"
         'fc = "skip"\n'
         '"re:layer4.*" = { nm = { keep = 2, of = 4 } }\n'
-        '"type:torch.nn.Linear" = { channels = { mac_reduction = 0.5, round_to = 16, min_channels = 1 } }\n'
+        '"type:torch.nn.Linear" = { channels = { mac_reduction = 0.5, round_to = 16, min_channels = 1, '
+        "through_norms = false } }\n"
     )
 
 
@@ -160,7 +169,10 @@ NO_SPECS: list[tuple[Any, str]] = [
         {"default": {"nm": {"keep": 2, "of": "4"}}},
         "in default.nm: NM: of must be a whole number, got '4'",
     ),
-    ({"default": DEFAULT, "tau": "1e-4"}, "in the spec: PruneSpec: tau must be a number, got '1e-4'"),
+    (
+        {"default": DEFAULT, "tau": "1e-4"},
+        "in the spec: PruneSpec: tau must be a number above 0 or a text like 'rel:0.1', got '1e-4'",
+    ),
     (
         {"default": DEFAULT, "schedule": {"begin": 1}},
         "schedule has the unknown key 'begin'; it accepts start",

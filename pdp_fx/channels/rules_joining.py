@@ -64,7 +64,7 @@ def _tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
         for layer in layers:
             if id(layer) not in matched:
                 why = "these channels are joined with values that have none along this axis"
-                flow.freeze(layer.ids, why, "send those values through a layer of their own first")
+                flow.freeze(layer.ids, why, "free what keeps those values, or give them a layer of their own")
     return merged
 
 

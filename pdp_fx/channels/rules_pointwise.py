@@ -19,7 +19,7 @@ from pdp_fx.channels.record import Call
 
 aten = torch.ops.aten
 
-BARE_REMEDY = "send those values through a layer of their own first"
+BARE_REMEDY = "free what keeps those values, or give them a layer of their own"
 
 UNTAGGED = frozenset({aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_})
 """Pointwise operations that carry no pointwise tag in every supported version of torch."""

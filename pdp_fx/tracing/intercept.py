@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.steps import Step, UnrecordableError, Whole
 
 
@@ -77,14 +78,14 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
             recorder.guarded(check, recorder, torch.all(cond))
 
     with (
-        _replaced(torch, "_check_tensor_all_with", check_all),
-        _replaced(
+        replaced(torch, "_check_tensor_all_with", check_all),
+        replaced(
             functional, "multi_head_attention_forward", _unfolded(functional.multi_head_attention_forward)
         ),
-        _replaced(nn.Module, "__call__", module_call),
-        _replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
-        _replaced(torch.autocast, "__enter__", autocast_enter),
-        _replaced(torch.autocast, "__exit__", autocast_exit),
+        replaced(nn.Module, "__call__", module_call),
+        replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
+        replaced(torch.autocast, "__enter__", autocast_enter),
+        replaced(torch.autocast, "__exit__", autocast_exit),
         _methods_whole(recorder),
         recorder.watch,
         _Listener(recorder),
@@ -141,20 +142,6 @@ def _unfolded(function: Any) -> Callable[..., Any]:
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Generator[None, None, None]:
-    inherited = name not in vars(owner)
-    before = inspect.getattr_static(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 def _refuse_autograd_function(cls: type) -> None:

@@ -52,6 +52,13 @@ def _device(recorder: Recorder, tensor: torch.Tensor) -> torch.device:
     return device
 
 
+def _dtype(recorder: Recorder, tensor: torch.Tensor) -> torch.dtype:
+    """The dtype; which tensor it was read from is noted, for calls that are given it."""
+    dtype: torch.dtype = recorder.run(getattr, (tensor, "dtype"), {})
+    recorder.dtypes.note(dtype, recorder.origins.value(tensor), len(recorder.steps))
+    return dtype
+
+
 def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
     value = recorder.origins.value(tensor)
     if is_data(value):
@@ -88,6 +95,7 @@ _READS: dict[str, Call] = {
     "numel": _numel,
     "nelement": _numel,
     "device": _device,
+    "dtype": _dtype,
     "item": _item,
     "__bool__": _truth,
     "data": _data,

@@ -17,6 +17,7 @@ from torch import nn
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
 from pdp_fx.tracing.compiling import compiling
+from pdp_fx.tracing.dtypes import Dtypes
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.shapes import check_step, structure_of
@@ -65,6 +66,7 @@ class Recorder:
         self.watch = Watch(model)
         self.origins = Origins(model, self.watch, self._alias)
         self.arguments = Arguments(self.origins, self.session)
+        self.dtypes = Dtypes()
         self._calls: Counter[str] = Counter()
         self._buffers = dict(model._buffers)
 
@@ -219,9 +221,14 @@ class Recorder:
 
     def step(self, op: str, target: Any, args: Args, kwargs: Mapping[str, Any]) -> Step:
         """A step with its arguments written as values; not yet part of the recording."""
-        encoded = tuple(self.arguments.encode(arg) for arg in args)
-        named = {key: self.arguments.encode(arg) for key, arg in kwargs.items()}
+        dtypes = self.dtypes.followed(args, dict(kwargs), len(self.steps))
+        encoded = tuple(self._encode(arg, dtypes) for arg in args)
+        named = {key: self._encode(arg, dtypes) for key, arg in kwargs.items()}
         return Step(op, target, encoded, named, self.scope, source_line())
+
+    def _encode(self, arg: Any, dtypes: Mapping[torch.dtype, Expr]) -> Any:
+        followed = dtypes.get(arg) if isinstance(arg, torch.dtype) else None
+        return self.arguments.encode(arg) if followed is None else followed
 
     def run(self, call: Call, args: Args, kwargs: Mapping[str, Any]) -> Any:
         """Call with plain numbers, unrecorded."""

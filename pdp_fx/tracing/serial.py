@@ -51,8 +51,11 @@ def graph_to_text(graph: fx.Graph) -> GraphText:
     """
     index = {node: NodeRef(i) for i, node in enumerate(graph.nodes)}
 
+    def encode_leaf(leaf: Any) -> Any:
+        return index[leaf] if isinstance(leaf, fx.Node) else leaf
+
     def encode(value: Any) -> Any:
-        return map_aggregate(value, lambda leaf: index[leaf] if isinstance(leaf, fx.Node) else leaf)
+        return map_aggregate(value, encode_leaf)
 
     return tuple(
         NodeText(n.op, n.name, _name(n.target), encode(n.args), encode(n.kwargs), _plain(n.meta))
@@ -65,8 +68,11 @@ def graph_from_text(text: GraphText) -> fx.Graph:
     graph = fx.Graph()
     nodes: list[fx.Node] = []
 
+    def decode_leaf(leaf: Any) -> Any:
+        return nodes[leaf.index] if isinstance(leaf, NodeRef) else leaf
+
     def decode(value: Any) -> Any:
-        return map_aggregate(value, lambda leaf: nodes[leaf.index] if isinstance(leaf, NodeRef) else leaf)
+        return map_aggregate(value, decode_leaf)
 
     for item in text:
         target = _find(item.target.name) if isinstance(item.target, Named) else item.target

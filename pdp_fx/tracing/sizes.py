@@ -90,14 +90,14 @@ def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callab
     def forward(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        if isinstance(self, int) and _is(other, _NEUTRAL_RIGHT.get(call)):
+        if type(self) is LiveInt and _is(other, _NEUTRAL_RIGHT.get(call)):
             return self
         return combine(self, other, self.session)
 
     def reflected(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        if isinstance(self, int) and _is(other, _NEUTRAL_LEFT.get(call)):
+        if type(self) is LiveInt and _is(other, _NEUTRAL_LEFT.get(call)):
             return self
         return combine(other, self, self.session)
 

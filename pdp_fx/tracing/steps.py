@@ -90,7 +90,7 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """A call without side effects: of a function, or, if `call` is a string, of a method of the first argument."""
+    """A call without side effects: of a function, or, if `call` is a string, of that method of `args[0]`."""
 
     call: str | Callable[..., Any]
     args: tuple[Any, ...]

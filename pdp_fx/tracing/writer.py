@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 from torch.nn.modules.dropout import _DropoutNd
 
 from pdp_fx.tracing.modes import When
@@ -196,7 +197,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _nodes(args: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg(args, found.append)
+    map_arg(args, found.append)
     return found
 
 

@@ -8,6 +8,8 @@ from tests.channels.nets_norms import NORMS
 from tests.channels.nets_refusals import REFUSALS
 from tests.channels.nets_reshaping import RESHAPING
 from tests.channels.nets_sharing import SHARING
+from tests.channels.nets_sizes import SIZES
+from tests.channels.nets_weights import WEIGHTS
 
 CONSTRUCTS: tuple[Construct, ...] = (
     *CONVOLUTIONS,
@@ -16,5 +18,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *RESHAPING,
     *ATTENTION,
     *NORMS,
+    *WEIGHTS,
+    *SIZES,
     *REFUSALS,
 )

@@ -3,6 +3,7 @@ from torch import Tensor, nn
 
 from pdp_fx import NM, Channels, Unstructured
 from pdp_fx.masks import NMMask, WeightMask
+from pdp_fx.softness import Softness
 from tests.nets import at_once, listing, mask_of, net, prepare_until, state
 
 UNSTRUCTURED = """\
@@ -29,7 +30,7 @@ def test_masks_have_the_kind_and_the_options_of_their_rule() -> None:
     first, second = mask_of(gm, "conv_weight"), mask_of(gm, "head_weight")
     assert isinstance(first, WeightMask)
     assert isinstance(second, NMMask)
-    assert (first.tau, second.keep, second.of) == (0.5, 1, 4)
+    assert (first.tau, second.keep, second.of) == (Softness(0.5), 1, 4)
     assert first.parameters_read == ("conv.weight",)
     assert state(gm).rules == {"conv_weight": Unstructured(0.5), "head_weight": NM(1, 4)}
 

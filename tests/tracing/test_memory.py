@@ -44,6 +44,7 @@ class Mask(Base):
 
 class Counter(Base):
     count: Tensor
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,6 +131,24 @@ def test_a_region_without_autocast_has_none() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gm(x).dtype == model(x).dtype
         assert torch.equal(gm(x), model(x))
+
+
+def test_a_dtype_read_from_a_tensor_follows_it() -> None:
+    class Norm(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            before = x.dtype
+            y = self.linear(x).to(torch.float32)
+            y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True))
+            z = torch.zeros(x.shape, dtype=self.linear.weight.dtype)
+            return (y.to(before) + z).softmax(-1, dtype=torch.float32).to(x.dtype)
+
+    model = Norm()
+    gm = exact(model, torch.randn(3, 4))
+    assert [node.args[0].name for node in gm.graph.nodes if node.target is getattr] == ["linear_weight", "x"]
+    x = torch.randn(3, 4)
+    model.bfloat16()
+    assert gm(x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(gm(x.bfloat16()), model(x.bfloat16()))
 
 
 def test_a_tensor_made_before_the_run_is_a_constant() -> None:

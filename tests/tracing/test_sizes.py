@@ -1,11 +1,12 @@
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdp_fx.tracing.sizes import Session, live
-from pdp_fx.tracing.steps import Attribute, Expr
+from pdp_fx.tracing.steps import Attribute
 from tests.tracing.checks import exact, targets
 
 
@@ -94,7 +95,7 @@ def test_the_device_is_read_from_the_tensor() -> None:
 
 def test_live_numbers_act_like_numbers() -> None:
     session = Session()
-    n = live(6, Attribute("n"), session)
+    n: Any = live(6, Attribute("n"), session)
     assert (n + 1, 1 + n, n // 4, n % 4, -n, n / 4, n**2, 7 - n, divmod(n, 4)) == (
         7,
         7,
@@ -111,10 +112,7 @@ def test_live_numbers_act_like_numbers() -> None:
     assert n == 6
     assert n > 5
     assert type(copy.deepcopy(n)) is int
-    assert (n * 2).value == Expr((n * 2).value.call, (n.value, 2)) or (n * 2).value.args == (
-        Attribute("n"),
-        2,
-    )
+    assert vars(n * 2)["value"].args == (Attribute("n"), 2)
     assert n + 0 is n
     assert 1 * n is n
 

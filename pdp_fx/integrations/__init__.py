@@ -1,0 +1,1 @@
+"""Thin callbacks for training frameworks; each module needs its framework installed."""

@@ -1,0 +1,102 @@
+"""A graph module of torch and the user's own types only, which still pickles exactly.
+
+`torch.fx` pickles a graph module as source code, and traces that code again when it is loaded. What
+does not depend on an input is then computed once and frozen: a random number, a slice of a buffer;
+and what a proxy cannot do fails: assigning to a slice, slicing a buffer by a size. So the class of our
+graph modules, which each of them has to itself anyway, pickles the graph: as the calls that build it,
+all of them of torch and of Python's library, since a reader may not have this package.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.node import _get_qualified_name, map_aggregate
+
+_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
+
+
+def plain(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return ``gm`` as a bare graph module in eval mode that holds only what its graph uses."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.meta = {}
+    bare = _exact(fx.GraphModule(gm, graph, type(gm).__name__))
+    bare.graph.lint()
+    return bare.eval()
+
+
+def _exact(bare: fx.GraphModule) -> fx.GraphModule:
+    """Let the class of one graph module pickle and deep-copy as described above."""
+    kind: Any = type(bare)
+    kind.__reduce__ = _reduce
+    kind._deepcopy_init = _copier
+    return bare
+
+
+def _copier(bare: fx.GraphModule) -> Callable[[fx.GraphModule, nn.Module, fx.Graph], None]:
+    def init(copied: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> None:
+        fx.GraphModule.__init__(copied, root, graph, type(bare).__name__)
+        _exact(copied)
+
+    return init
+
+
+def _reduce(bare: fx.GraphModule) -> tuple[Any, ...]:
+    """What pickle needs: a callable, its arguments, and the attributes that a user has added."""
+    made = _Made(fx.GraphModule, _tree(bare), _graph(bare.graph), type(bare).__name__)
+    usual = vars(fx.GraphModule(nn.Module(), fx.Graph()))
+    added = {name: value for name, value in vars(bare).items() if name not in usual}
+    return operator.methodcaller("train", bare.training), (made,), added or None
+
+
+def _tree(bare: fx.GraphModule) -> nn.Module:
+    """A module with all that belongs to ``bare``, but no graph."""
+    root = nn.Module()
+    vars(root).update({name: value for name, value in vars(bare).items() if name in _TABLES})
+    return root
+
+
+def _graph(graph: fx.Graph) -> _Made:
+    """The graph as the calls that create its nodes, in order."""
+    new = _Made(fx.Graph)
+    nodes: dict[fx.Node, _Made] = {}
+
+    def encoded(leaf: Any) -> Any:
+        return nodes[leaf] if isinstance(leaf, fx.Node) else leaf
+
+    for node in graph.nodes:
+        args, kwargs = map_aggregate(node.args, encoded), map_aggregate(node.kwargs, encoded)
+        create = operator.methodcaller("create_node", node.op, _target(node), args, kwargs, node.name)
+        nodes[node] = _Made(create, new)
+    return _Made(operator.itemgetter(0), (new, *nodes.values()))
+
+
+class _Made:
+    """Something that a call makes; in a pickle only the call is left, and it is made once."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self.call = call
+        self.args = args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call, self.args
+
+
+def _target(node: fx.Node) -> Any:
+    """The target of a node, or the way to find it where pickle knows none."""
+    try:
+        if isinstance(node.target, str) or pickle.loads(pickle.dumps(node.target)) is node.target:
+            return node.target
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    name = _get_qualified_name(node.target)
+    if pkgutil.resolve_name(name) is not node.target:
+        raise pickle.PicklingError(f"%{node.name} calls {name}, but importing that name gives something else")
+    return _Made(pkgutil.resolve_name, name)

@@ -1,0 +1,88 @@
+"""Telling `x.to(y.dtype)` from `x.to(torch.float32)`.
+
+Both hand the same object to torch, yet the first has to follow when the model moves to bfloat16 or runs under
+autocast. The source tells them apart: the argument is an attribute `dtype`, or a variable that was assigned one.
+Which tensor's `dtype` was read, the recording knows.
+"""
+
+import ast
+from collections import deque
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from pdp_fx.tracing.expressions import Located, expression_at
+from pdp_fx.tracing.source import user_frame
+from pdp_fx.tracing.steps import Expr, Value
+
+
+@dataclass(frozen=True)
+class _Read:
+    """That a frame read the dtype of a tensor, after so many steps."""
+
+    frame: int
+    dtype: torch.dtype
+    value: Value
+    step: int
+
+
+class Dtypes:
+    """The dtypes read so far; only recent ones matter."""
+
+    def __init__(self) -> None:
+        self._reads: deque[_Read] = deque(maxlen=256)
+
+    def note(self, dtype: torch.dtype, value: Value, step: int) -> None:
+        """Note that the model reads the dtype of a tensor.
+
+        Args:
+            dtype: what it reads.
+            value: where the tensor comes from.
+            step: the number of steps so far.
+        """
+        frame = user_frame()
+        if dtype.is_floating_point and frame is not None:
+            self._reads.append(_Read(id(frame), dtype, value, step))
+
+    def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
+        """The dtypes among the arguments of the current call that follow a tensor, and how."""
+        wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
+        wanted = {dtype for dtype in wanted if any(read.dtype is dtype for read in self._reads)}
+        frame = user_frame() if wanted else None
+        if frame is None or not _names_a_dtype(expression_at(frame)):
+            return {}
+        found = {dtype: self._latest(dtype, frame, step) for dtype in wanted}
+        return {dtype: Expr(getattr, (value, "dtype")) for dtype, value in found.items() if value is not None}
+
+    def _latest(self, dtype: torch.dtype, frame: FrameType, step: int) -> Value | None:
+        for read in reversed(self._reads):
+            # A property of the user's may have read it, in a frame of its own, just now.
+            if read.dtype is dtype and (read.frame == id(frame) or read.step == step):
+                return read.value
+        return None
+
+
+def _names_a_dtype(located: Located | None) -> bool:
+    """Whether an argument of a call is some tensor's dtype."""
+    if located is None or not isinstance(located.node, ast.Call):
+        return False
+    arguments = (*located.node.args, *(keyword.value for keyword in located.node.keywords))
+    return any(_is_dtype(argument, located) for argument in arguments)
+
+
+def _is_dtype(expression: ast.expr, located: Located) -> bool:
+    if isinstance(expression, ast.Attribute):
+        return expression.attr == "dtype"
+    if not isinstance(expression, ast.Name):
+        return False
+    around = (parent for parent in reversed(located.parents) if isinstance(parent, ast.FunctionDef))
+    function = next(around, None)
+    return function is not None and any(
+        isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == expression.id for target in node.targets)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "dtype"
+        for node in ast.walk(function)
+    )

@@ -1,0 +1,303 @@
+"""Numbers of channels that get into the arithmetic, into new tensors, or into other axes."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.channels.construct import Construct, conv_bn, images, sequences, words
+from tests.channels.nets_refusals import Between
+
+
+class DividedByWidth(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x / x.shape[1]
+
+
+class ArangeByWidth(Between):
+    """Every channel is scaled by its number."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None, None]
+
+
+class OnesOfWrittenSize(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x + torch.ones(8, 1, 1, dtype=x.dtype)
+
+
+class NewZeros(Between):
+    """Zeros of the width that is found, joined to the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid = conv_bn(12, 6)
+
+    def act(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(x.shape[0], 4, *x.shape[2:])], 1)
+
+
+class FoldedIntoBatch(Between):
+    """One filter for all channels, by way of the batch axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blur = nn.Conv2d(1, 1, 3, padding=1)
+
+    def act(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        return self.blur(x.reshape(b * c, 1, h, w)).view(b, c, h, w)
+
+
+class SingleChannelGate(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Conv2d(8, 1, 1)
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate(x))
+
+
+class FirstChannelExpanded(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x[:, :1].expand(-1, 8, -1, -1))
+
+
+class Maxout(nn.Module):
+    """The larger one of every two channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = conv_bn(3, 16), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x.view(x.shape[0], 8, 2, *x.shape[2:]).amax(2))
+
+
+class GroupMeans(nn.Module):
+    """The mean of every four channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = conv_bn(3, 16), conv_bn(4, 6), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        return self.head(F.relu(self.mid(x.view(x.shape[0], 4, 4, *x.shape[2:]).mean(2))))
+
+
+class SpatialStride(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x[..., ::2, 1::2] + x[:, :, 1::2, :3]
+
+
+class UnfoldedPatches(nn.Module):
+    """Patches by strides, each with all of its channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.head = conv_bn(3, 8), nn.Linear(8 * 4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x)).unfold(2, 2, 2).unfold(3, 2, 2)
+        return self.head(F.relu(self.mix(x.permute(0, 2, 3, 1, 4, 5).flatten(3))))
+
+
+class AddInPlace(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = conv_bn(8, 8)
+
+    def act(self, x: Tensor) -> Tensor:
+        y = self.branch(x)
+        y += x
+        y.mul_(0.5).relu_()
+        return y
+
+
+class ChannelSetToZero(Between):
+    def act(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0] = 0.5
+        return x
+
+
+class FilledByRows(nn.Module):
+    """Time steps are written one by one into a buffer of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.step, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out = torch.zeros_like(x)
+        state = x[:, 0]
+        for t in range(5):
+            state = torch.tanh(self.step(state) + x[:, t])
+            out[:, t] = state
+        return self.head(out)
+
+
+class UnrolledCell(nn.Module):
+    """A recurrent cell in a loop, its steps stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.step, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = F.relu(self.stem(x)).unbind(1)
+        state = steps[0]
+        states = [state := torch.tanh(self.step(state) + one) for one in steps]
+        return self.head(torch.stack(states, 1))
+
+
+class GatedCell(nn.Module):
+    """The gates of an LSTM by hand: one layer for four, cut by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.gates, self.head = nn.Linear(6, 8), nn.Linear(16, 32), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        h = c = torch.zeros_like(x[:, 0])
+        for t in range(3):
+            i, f, g, o = self.gates(torch.cat([x[:, t], h], -1)).chunk(4, -1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+        return self.head(h)
+
+
+class CosineOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.cosine_similarity(self.left(x), self.right(x), dim=-1))
+
+
+class MeanOfHeads(nn.Module):
+    """The weights of all heads are averaged: the number of heads matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k = (layer(x).view(b, t, 2, 4).transpose(1, 2) for layer in (self.q, self.k))
+        weight = (q @ k.transpose(-2, -1) * 0.5).softmax(-1).mean(1)
+        return self.out(weight @ self.v(x))
+
+
+class TalkingHeads(nn.Module):
+    """A layer mixes the heads' weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 5)
+        self.talk = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, 2, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        score = self.talk((q @ k.transpose(-2, -1) * 0.5).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.out((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class PaddedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden, self.head = (
+            nn.Embedding(11, 8, padding_idx=0),
+            nn.Linear(8, 6),
+            nn.Linear(6, 5),
+        )
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words) * (words != 0).unsqueeze(-1)
+        return self.head(F.relu(self.hidden(x.sum(1))))
+
+
+class BagOfWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.hidden, self.head = nn.EmbeddingBag(11, 8), nn.Linear(8, 6), nn.Linear(6, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(F.relu(self.hidden(self.bag(words))))
+
+
+class PooledAcrossChannels(nn.Module):
+    """Pooling runs along the features of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Linear(6, 8), nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.mid(F.avg_pool1d(F.relu(self.stem(x)), 2))))
+
+
+class DeadBranch(Between):
+    """A branch whose result nobody reads, with statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = conv_bn(8, 8)
+
+    def act(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        return x
+
+
+class UnusedLayer(Between):
+    """A layer that forward never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Conv2d(8, 8, 3)
+
+
+class LogProbabilities(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.head(F.relu(self.stem(x)))
+        return {"log": F.log_softmax(logits, -1), "best": logits.argmax(-1)}
+
+
+SIZES = (
+    Construct(DividedByWidth, images(), removed=3, reason="how many of these channels"),
+    Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
+    Construct(
+        OnesOfWrittenSize, images(), removed=3, reason="joins these channels with values that have none"
+    ),
+    Construct(NewZeros, images(), removed=7),
+    Construct(FoldedIntoBatch, images(), removed=3),
+    Construct(SingleChannelGate, images(), removed=7),
+    Construct(FirstChannelExpanded, images(), removed=3),
+    Construct(Maxout, images(), removed=8),
+    Construct(GroupMeans, images(), removed=3),
+    Construct(SpatialStride, images(), removed=7),
+    Construct(UnfoldedPatches, images(), removed=7),
+    Construct(AddInPlace, images(), removed=11),
+    Construct(ChannelSetToZero, images(), removed=3),
+    Construct(FilledByRows, sequences(), reason="written to in place through a view"),
+    Construct(UnrolledCell, sequences(), removed=8),
+    Construct(GatedCell, sequences(), removed=20),
+    Construct(CosineOfTwo, sequences(), removed=8),
+    Construct(MeanOfHeads, sequences(), removed=4, reason="mean runs over these channels"),
+    Construct(TalkingHeads, sequences(), removed=12),
+    Construct(PaddedEmbedding, words(), removed=7),
+    Construct(BagOfWords, words(), removed=3),
+    Construct(PooledAcrossChannels, sequences(), removed=3, reason="sweeps over these channels"),
+    Construct(DeadBranch, images(), removed=7),
+    Construct(UnusedLayer, images(), removed=7),
+    Construct(LogProbabilities, sequences(), removed=4),
+)
