@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 Arguments = tuple[Any, ...] | dict[str, Any]
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -39,8 +40,29 @@ def verdict(found: float, model: nn.Module) -> str:
     return "exact" if found <= TOLERANCE[next(model.parameters()).dtype] else "wrong"
 
 
+class _Counter(TorchDispatchMode):
+    """Adds up torch's own counts; `FlopCounterMode` would hang hooks on modules, which some cannot bear."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
 def mmacs(model: nn.Module, inputs: Arguments) -> float:
     """Millions of multiply-accumulates of all matrix products and convolutions, for one batch."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        call(model.eval(), inputs)
-    return counter.get_total_flops() / 2e6
+    # One fused operation for a whole attention layer has no count.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _Counter() as counter, torch.no_grad():
+            call(model.eval(), inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return counter.total / 2e6

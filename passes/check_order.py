@@ -33,7 +33,9 @@ class CheckOrder(Pass):
         if shrunk is None or ctx.example_inputs is None:
             return False
         with trial(gm):
-            after = analyse(gm, fresh(ctx.example_inputs), frozenset(), ctx.spec.through_norms)
+            after = analyse(
+                gm, fresh(ctx.example_inputs), frozenset(), ctx.spec.through_norms, shrunk.found.grouped
+            )
         wrong = _new_meetings(shrunk, after)
         if wrong:
             raise VerifyError(
@@ -52,6 +54,10 @@ def _new_meetings(shrunk: Shrunk, after: ChannelMap) -> int:
             stays = ~np.isin(before.slots[slot], shrunk.gone)
             old_name[ids] = before.ids[slot][stays]
     pairs = np.sort(old_name[after.pairs], axis=0)
-    pairs = pairs[:, (pairs[0] >= 0) & (before.classes[pairs[0]] != before.classes[pairs[1]])]
+    roots = before.classes[pairs]
+    loose = (pairs[0] >= 0) & (roots[0] != roots[1])
+    # A channel that must stay meets one that may go only inside a slice that is kept or dropped whole.
+    loose &= np.isin(roots[0], before.stays) == np.isin(roots[1], before.stays)
+    pairs = pairs[:, loose]
     count = len(before.classes)
     return int((~np.isin(pairs[0] * count + pairs[1], before.pairs[0] * count + before.pairs[1])).sum())

@@ -13,7 +13,7 @@ from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
-from pdp_fx.ops.kinds import input_axis, owned_names
+from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
 from pdp_fx.passes.find_sites import Site, Sites
 
 
@@ -60,6 +60,7 @@ class ChooseTargets(Pass):
                 skipped.append((site.owner, why))
             elif isinstance(rule, (Unstructured, NM)):
                 weights.append((site, rule))
+        skipped += _out_of_reach(gm, ctx)
         found = ctx.find(ChannelMap)
         groups, kept = _sort_groups(found, rules, weights) if found else ([], [])
         if found:
@@ -73,6 +74,21 @@ class ChooseTargets(Pass):
             reasons = [f"  {name}: {why}" for name, why in plan.skipped]
             reasons += [f"  {group.name}: {reason}" for group in plan.kept for reason in group.reasons]
             raise SpecError("nothing in the model can be pruned by this spec:\n" + "\n".join(reasons))
+
+
+def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> list[tuple[str, str]]:
+    """The modules whose matrices the spec asks for, but which use them inside themselves, as an LSTM does."""
+    names, sites = owned_names(gm), {site.parameter for site in ctx.get(Sites).weights}
+    found: dict[str, str] = {}
+    for node in gm.graph.find_nodes(op="call_module"):
+        target = str(node.target)
+        module = gm.get_submodule(target)
+        missed = [p for p in module.parameters() if p.ndim > 1 and names[id(p)] not in sites]
+        if missed and kind_of(module) is None and ctx.spec.rule_for(target, module) is not None:
+            found[target] = (
+                f"{type(module).__name__} uses its weights inside itself, where no mask can be put"
+            )
+    return list(found.items())
 
 
 def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup]) -> None:

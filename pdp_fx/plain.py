@@ -91,12 +91,16 @@ class _Made:
 
 def _target(node: fx.Node) -> Any:
     """The target of a node, or the way to find it where pickle knows none."""
-    try:
-        if isinstance(node.target, str) or pickle.loads(pickle.dumps(node.target)) is node.target:
-            return node.target
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pass
+    if isinstance(node.target, str) or _is_known_to_pickle(node.target):
+        return node.target
     name = _get_qualified_name(node.target)
     if pkgutil.resolve_name(name) is not node.target:
         raise pickle.PicklingError(f"%{node.name} calls {name}, but importing that name gives something else")
     return _Made(pkgutil.resolve_name, name)
+
+
+def _is_known_to_pickle(function: Callable[..., Any]) -> bool:
+    try:
+        return pickle.loads(pickle.dumps(function)) is function
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
+        return False

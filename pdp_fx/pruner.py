@@ -165,7 +165,8 @@ class Pruner(nn.Module):
         """How many channels each group may lose."""
         least = [max(rule.min_channels, len(mask.parts)) for mask in masks]
         return [
-            most_prunable(mask.width, ratio, self.spec.min_keep, kept) for mask, kept in zip(masks, least, strict=True)
+            most_prunable(mask.width, ratio, self.spec.min_keep, kept)
+            for mask, kept in zip(masks, least, strict=True)
         ]
 
     def _channel_counts(self, scores: list[Tensor], most: list[int]) -> Callable[[int], list[int]]:

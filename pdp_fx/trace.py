@@ -8,7 +8,6 @@ modes, and has to give what the model gives, bit for bit.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
@@ -16,30 +15,23 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from pdp_fx.errors import TraceError
-from pdp_fx.tracing.align import Alignment, align
+from pdp_fx.tracing.align import align
+from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.emit import without_dead_code, write_graph
+from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.preserve import preserved
-from pdp_fx.tracing.record import record
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
+from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.verify import Outcome, run
 
 _log = logging.getLogger(__name__)
 _MODES = {False: "eval", True: "training"}
-
-
-@dataclass(frozen=True)
-class Recordings:
-    """A model in both modes, and what stays whole in both, each with the reason."""
-
-    alignment: Alignment
-    opaque: Mapping[Whole, str]
 
 
 def trace(model: nn.Module, example_inputs: ExampleInputs | None = None) -> fx.GraphModule:
@@ -83,11 +75,14 @@ def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
 
 def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModule:
     expected = {training: _reference(model, example, training) for training in _MODES}
+    findings = Findings()
     try:
-        direct = _record_both(model, example)
+        direct = record_both(model, example, findings)
     except TraceError:
-        return _trace_as_compiled(model, example, expected[False])
-    if _opacity(model, direct) > (0, 0):
+        if not findings.asked:
+            raise
+        return _trace_as_compiled(model, example, expected[False], None)
+    if findings.asked and direct.opacity(model) > (0, 0):
         try:
             return _trace_as_compiled(model, example, expected[False], direct)
         except TraceError as err:
@@ -95,16 +90,8 @@ def _trace_by_recording(model: nn.Module, example: ExampleCall) -> fx.GraphModul
     return _exact(model, example, direct, expected)
 
 
-def _opacity(model: nn.Module, recordings: Recordings) -> tuple[int, int]:
-    """How many weights are inside modules that decide by their data, and how many such modules there are."""
-    deciding = [whole for whole, reason in recordings.opaque.items() if reason != DIFFERS_BY_MODE]
-    paths = {whole.path for whole in deciding if not whole.method}
-    weights = {parameter for path in paths for parameter in model.get_submodule(path).parameters()}
-    return sum(parameter.numel() for parameter in weights), len(deciding)
-
-
 def _trace_as_compiled(
-    model: nn.Module, example: ExampleCall, plain: Outcome, direct: Recordings | None = None
+    model: nn.Module, example: ExampleCall, plain: Outcome, direct: Recordings | None
 ) -> fx.GraphModule:
     """Trace a model that looks at values unless it is being compiled.
 
@@ -115,8 +102,8 @@ def _trace_as_compiled(
         expected = {training: _reference(model, example, training) for training in _MODES}
         if not plain.is_near(expected[False]):
             raise TraceError("the model computes something else when it is being compiled")
-        recordings = _record_both(model, example)
-        if direct is not None and _opacity(model, recordings) >= _opacity(model, direct):
+        recordings = record_both(model, example, Findings())
+        if direct is not None and recordings.opacity(model) >= direct.opacity(model):
             raise TraceError("the model decides by its data even when it is being compiled")
         return _exact(model, example, recordings, expected)
 
@@ -141,56 +128,6 @@ def _reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcom
             f"the model itself fails on the example inputs in {_MODES[training]} mode: "
             f"{type(err).__name__}: {err} ({source_of(err)})"
         ) from err
-
-
-def _record_both(model: nn.Module, example: ExampleCall) -> Recordings:
-    """Record until both modes go through; each failure makes one more module opaque."""
-    opaque: dict[Whole, str] = {}
-    tried: set[Whole] = set()
-    while True:
-        try:
-            in_eval, in_train = (_record(model, example, training, opaque, tried) for training in _MODES)
-        except UnrecordableError as err:
-            _keep_whole(model, err, opaque, tried)
-            continue
-        alignment = align(in_eval, in_train)
-        differing = {Whole(alignment.owner(pair)) for pair in alignment.pairs if pair.only}
-        weightless = {whole for whole in differing if whole.path and not _has_weights(model, whole)}
-        if not weightless:
-            return Recordings(alignment, opaque)
-        opaque |= dict.fromkeys(sorted(weightless, key=str), DIFFERS_BY_MODE)
-
-
-def _record(
-    model: nn.Module, example: ExampleCall, training: bool, opaque: dict[Whole, str], tried: set[Whole]
-) -> Recording:
-    with preserved(model):
-        return record(model.train(training), example.fresh(), opaque, tried)
-
-
-def _keep_whole(
-    model: nn.Module, err: UnrecordableError, opaque: dict[Whole, str], tried: set[Whole]
-) -> None:
-    """Add to `opaque` what a failed recording asks for."""
-    whole = err.whole or Whole("")
-    if err.instead_of is not None:
-        del opaque[err.instead_of]
-    if whole == Whole("") or whole in tried:
-        name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
-        raise TraceError(
-            f"cannot trace {name}: it {err.reason} ({source_of(err)}); "
-            "move that part into a submodule of its own, which then stays opaque"
-        ) from err
-    tried.add(whole)
-    opaque[whole] = err.reason if err.instead_of is not None else f"{err.reason} ({source_of(err)})"
-
-
-def _has_weights(model: nn.Module, whole: Whole) -> bool:
-    """Whether a module has parameters or buffers; methods are kept whole only if they use none."""
-    module = model.get_submodule(whole.path)
-    return not whole.method and (
-        any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-    )
 
 
 def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Unstructured
 from pdp_fx.granularity import Rule
+from pdp_fx.masks import ChannelMask
 from pdp_fx.ops.kinds import named_modules
 from tests.nets import at_once, counts, difference, mask_of, pruned, shake, state, train
 
@@ -66,6 +67,17 @@ def check_counts(prepared: fx.GraphModule) -> None:
     for rule, (gone, units) in totals.items():
         share = (rule.of - rule.keep) / rule.of if isinstance(rule, NM) else rule.ratio
         assert share is None or gone == round(share * units)
+        if isinstance(rule, Channels) and rule.mac_reduction is not None:
+            check_macs(prepared, rule.mac_reduction)
+
+
+def check_macs(prepared: fx.GraphModule, reduction: float) -> None:
+    """The target is met, and missed by a little with one channel less."""
+    model = state(prepared).mac_model
+    assert model is not None
+    gone = [mask.pruned_now for _, mask in state(prepared).mask_items() if isinstance(mask, ChannelMask)]
+    saved = 1 - model.macs(gone) / model.macs([0] * len(gone))
+    assert reduction <= saved <= reduction + 0.01
 
 
 def assert_plain(converted: fx.GraphModule) -> None:

@@ -43,7 +43,11 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def analyse(
-    gm: fx.GraphModule, inputs: Inputs, maskable: frozenset[str], through_norms: bool = False
+    gm: fx.GraphModule,
+    inputs: Inputs,
+    maskable: frozenset[str],
+    through_norms: bool = False,
+    grouped: frozenset[str] = frozenset(),
 ) -> ChannelMap:
     """Run ``gm`` on ``inputs`` once, in eval mode, and return its channel structure.
 
@@ -52,8 +56,10 @@ def analyse(
         inputs: positional and keyword arguments.
         maskable: names of the parameters that a mask can be put on.
         through_norms: whether channels that LayerNorm, RMSNorm or a mean runs over may go.
+        grouped: weights of grouped convolutions, also where each group has a single channel left.
     """
     flow = LabelFlow(gm, maskable, rule_of, through_norms)
+    flow.record.grouped |= grouped
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
         _settle_norm(flow, result)
@@ -115,7 +121,8 @@ def _solve(record: Record, batch: int) -> ChannelMap:
     reasons = record.ties.frozen(classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     makers = _makers(record.producers, slots)
-    parts = [frozenset(np.unique(classes[ids.numpy()]).tolist()) for ids in record.parts]
+    carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
+    parts = [frozenset(np.unique(classes[ids.numpy()]).tolist()) for ids in [*record.parts, *carried]]
     groups = _with_parts(_groups(makers, slots, reasons), parts, makers, reasons)
     return ChannelMap(
         groups=tuple(group for group in groups if not group.reasons),
@@ -123,6 +130,8 @@ def _solve(record: Record, batch: int) -> ChannelMap:
         slots=slots,
         ids={slot: ids.numpy() for slot, ids in record.slots.items()},
         pairs=record.ties.joined(),
+        stays=np.array(sorted(reasons), dtype=np.int64),
+        grouped=frozenset(record.grouped),
         masked=_masked(record.demands),
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),

@@ -50,6 +50,8 @@ class ChannelMap:
         slots: the class of every index of every parameter and buffer axis.
         ids: the label of every index of every parameter and buffer axis.
         pairs: labels that operations bring together, shape (2, pairs).
+        stays: the classes that must stay.
+        grouped: weights of grouped convolutions that are not depthwise.
         masked: the parameter axes that must be masked so that dropped channels are 0.
         norms: nodes that normalise over channels, to be given masks.
         contractions: where weights are multiplied, for counting.
@@ -66,6 +68,8 @@ class ChannelMap:
     slots: dict[Slot, np.ndarray]
     ids: dict[Slot, np.ndarray]
     pairs: np.ndarray
+    stays: np.ndarray
+    grouped: frozenset[str]
     masked: frozenset[Slot]
     norms: tuple[NormSite, ...]
     contractions: tuple[Contraction, ...]

@@ -178,6 +178,14 @@ class LabelFlow(TorchDispatchMode):
         if layer.slot is not None and layer.slot not in self.record.producers:
             self.record.producers.append(layer.slot)
 
+    def note_grouped(self, weight: Tensor) -> None:
+        """Say that this is the weight of a grouped convolution which is not depthwise."""
+        self.record.grouped.add(self._names.get(id(weight), ""))
+
+    def is_grouped(self, weight: Tensor) -> bool:
+        """Whether this weight belonged to a grouped convolution before channels were removed."""
+        return self._names.get(id(weight), "") in self.record.grouped
+
     def contract(self, weight: Tensor, positions: int, inputs: Tensor | None) -> None:
         """Count the multiply-accumulates of a contraction with a parameter."""
         owners = {layer.slot.tensor for layer in self.layers(weight) if layer.slot}

@@ -94,6 +94,7 @@ class Record:
         shapes: the shape of every parameter and buffer.
         producers: weight axes that make new channels.
         contractions: uses of weights.
+        grouped: weights of grouped convolutions that are not depthwise.
         demands: layers that must be 0 where their channel is dropped.
         grids: labels that lie along several axes.
         norms: nodes that normalise over channels, to be given masks.
@@ -110,6 +111,7 @@ class Record:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     producers: list[Slot] = field(default_factory=list[Slot])
     contractions: list[Contraction] = field(default_factory=list[Contraction])
+    grouped: set[str] = field(default_factory=set[str])
     demands: list[Layer] = field(default_factory=list[Layer])
     grids: list[Tensor] = field(default_factory=list[Tensor])
     norms: list[NormSite] = field(default_factory=list[NormSite])

@@ -69,9 +69,10 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     if groups == 1:
         consume(read, parts[0], flow)
         made = _produce(parts[1], bias, flow)
-    elif groups == source.shape[channel_axis]:
+    elif groups == source.shape[channel_axis] and not flow.is_grouped(weight):
         made = _depthwise(read, weight, bias, outputs // groups if transposed else 1, flow)
     else:
+        flow.note_grouped(weight)
         made = _grouped(read, parts, bias, (groups, transposed), flow)
     layers = [] if made is None else [_placed(made, channel_axis, call.result.ndim)]
     flow.put(call.result, layers)

@@ -110,9 +110,9 @@ def _without_overlap(layers: list[Layer], flow: LabelFlow) -> list[Layer]:
 
 
 def _note_part(before: Layer, part: Layer, call: Call, flow: LabelFlow) -> None:
-    """Note a part that is cut out of the channels, which must not become empty."""
-    cut = call.func.overloadpacket in CUTS and len(part.support) == 1
-    if cut and not part.free and part.ids.numel() < before.ids.numel():
+    """Note channels that are cut or picked out of others: not all of them may go."""
+    chosen = call.func.overloadpacket in CUTS or call.func.overloadpacket is aten.index
+    if chosen and len(before.support) == 1 and not part.free and part.ids.numel() != before.ids.numel():
         flow.record.parts.append(part.ids.reshape(-1))
 
 

@@ -48,16 +48,16 @@ class _FlowInterpreter(fx.Interpreter):
         return tuple(_changeable(arg) for arg in args), {key: _changeable(arg) for key, arg in kwargs.items()}
 
     def run_unseen(self, node: fx.Node) -> Any:
-        """Run a module whose inside depends on its inputs: another input may take another way through it."""
+        """Run what depends on its inputs: another input may take another way through it."""
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inside = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        stored = [*inside.parameters(), *inside.buffers()] if isinstance(inside, nn.Module) else []
+        name = type(inside).__name__ if inside is not None else node.name
         with no_dispatch():
             result = super().run_node(node)
-        module = self.fetch_attr(str(node.target))
-        read = [
-            leaf for leaf in tree_leaves(self.fetch_args_kwargs_from_env(node)) if isinstance(leaf, Tensor)
-        ]
-        why = f"{type(module).__name__} decides by its data what it does"
         remedy = "choose with tensor operations such as torch.where"
-        self.flow.freeze_all([*read, *module.parameters(), *module.buffers()], why, remedy)
+        self.flow.freeze_all([*read, *stored], f"{name} decides by its data what it does", remedy)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
                 self.flow.put(leaf, ())
@@ -72,15 +72,21 @@ def _changeable(value: Any) -> Any:
     return value
 
 
+KNOWN_HOMES = ("torch.nn.", "torch.ao.nn.", "pdp_fx.ops.", "pdp_fx.masks")
+"""Where the classes live whose inside is the same for every input."""
+
+
 def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
-    """Whether ``node`` calls a user's module as a whole, because what it does depends on its inputs.
+    """Whether ``node`` is a part of the model that was kept whole, because it depends on its inputs.
 
     A module that only acts differently in training mode always does the same in eval mode.
     """
-    if node.op != "call_module" or node.meta.get("opaque") == DIFFERS_BY_MODE:
+    reason = node.meta.get("opaque")
+    if reason == DIFFERS_BY_MODE:
         return False
-    home = type(gm.get_submodule(str(node.target))).__module__
-    return not home.startswith(("torch.nn.", "torch.ao.nn.", "pdp_fx."))
+    if node.op != "call_module":
+        return bool(reason)
+    return not type(gm.get_submodule(str(node.target))).__module__.startswith(KNOWN_HOMES)
 
 
 @contextlib.contextmanager

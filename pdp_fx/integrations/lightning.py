@@ -4,8 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-import pdp_fx
-from pdp_fx.pruner import schedule_unit
+from pdp_fx.integrations.advance import advance
 
 
 class PruningCallback(Callback):
@@ -31,11 +30,10 @@ class PruningCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Advance a schedule that counts steps, if the optimizer has made one."""
-        if trainer.global_step > self._steps_seen and schedule_unit(pl_module) == "step":
-            pdp_fx.step(pl_module)
+        if trainer.global_step > self._steps_seen:
+            advance(pl_module, "step")
         self._steps_seen = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance a schedule that counts epochs."""
-        if schedule_unit(pl_module) == "epoch":
-            pdp_fx.step(pl_module)
+        advance(pl_module, "epoch")

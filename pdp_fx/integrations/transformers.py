@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-import pdp_fx
-from pdp_fx.pruner import schedule_unit
+from pdp_fx.integrations.advance import advance
 
 
 class PruningCallback(TrainerCallback):
@@ -24,21 +22,17 @@ class PruningCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module,
         **kwargs: Any,
     ) -> None:
         """Advance a schedule that counts steps."""
-        if schedule_unit(model) == "step":
-            pdp_fx.step(model)
+        advance(kwargs["model"], "step")
 
     def on_epoch_end(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module,
         **kwargs: Any,
     ) -> None:
         """Advance a schedule that counts epochs."""
-        if schedule_unit(model) == "epoch":
-            pdp_fx.step(model)
+        advance(kwargs["model"], "epoch")

@@ -173,7 +173,11 @@ class ExplicitLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` with explicit parameters and an optional mask of its channels."""
 
     def forward(
-        self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+        self,
+        input: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         weight = self.weight if weight is None else weight
         bias = self.bias if bias is None else bias
@@ -196,7 +200,11 @@ class ExplicitGroupNorm(nn.GroupNorm):
     """`torch.nn.GroupNorm` with explicit parameters and an optional mask of its channels."""
 
     def forward(
-        self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+        self,
+        input: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         weight = self.weight if weight is None else weight
         bias = self.bias if bias is None else bias

@@ -152,7 +152,9 @@ _KINDS = (
     ModuleKind(nn.InstanceNorm2d, explicit.ExplicitInstanceNorm2d, _BOTH, False, _refresh_norm),
     ModuleKind(nn.InstanceNorm3d, explicit.ExplicitInstanceNorm3d, _BOTH, False, _refresh_norm),
     ModuleKind(nn.LayerNorm, explicit.ExplicitLayerNorm, _BOTH, False, _refresh_layer_norm, takes_mask=True),
-    ModuleKind(nn.RMSNorm, explicit.ExplicitRMSNorm, ("weight",), False, _refresh_layer_norm, takes_mask=True),
+    ModuleKind(
+        nn.RMSNorm, explicit.ExplicitRMSNorm, ("weight",), False, _refresh_layer_norm, takes_mask=True
+    ),
     ModuleKind(nn.GroupNorm, explicit.ExplicitGroupNorm, _BOTH, False, _refresh_group_norm, takes_mask=True),
     ModuleKind(nn.BatchNorm1d, explicit.ExplicitBatchNorm1d, _BOTH, False, _refresh_norm, norm_ranks=(2, 3)),
     ModuleKind(nn.BatchNorm2d, explicit.ExplicitBatchNorm2d, _BOTH, False, _refresh_norm, norm_ranks=(4,)),

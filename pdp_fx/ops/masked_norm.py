@@ -103,7 +103,9 @@ def masked_group_norm(
         return functional.group_norm(input, num_groups, weight, bias, eps)
 
     def masked() -> Tensor:
-        grouped = input.to(compute_dtype(input.dtype)).reshape(input.shape[0], num_groups, mask.numel() // num_groups, -1)
+        grouped = input.to(compute_dtype(input.dtype)).reshape(
+            input.shape[0], num_groups, mask.numel() // num_groups, -1
+        )
         heavy = mask.to(grouped.dtype).reshape(1, num_groups, -1, 1)
         share = heavy / (heavy.sum(2, keepdim=True) * grouped.shape[-1])
         centred = grouped - (grouped * share).sum((2, 3), keepdim=True)
@@ -115,7 +117,13 @@ def masked_group_norm(
 
 
 def masked_mean(
-    input: Tensor, dim: int | Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None, mask: Tensor, axis: int
+    input: Tensor,
+    dim: int | list[int],
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    mask: Tensor,
+    axis: int,
 ) -> Tensor:
     """`torch.mean` over ``dim``, in which ``axis`` is an axis of masked channels.
 

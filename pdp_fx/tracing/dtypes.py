@@ -1,8 +1,8 @@
 """Telling `x.to(y.dtype)` from `x.to(torch.float32)`.
 
 Both hand the same object to torch, yet the first has to follow when the model moves to bfloat16 or runs under
-autocast. The source tells them apart: the argument is an attribute `dtype`, or a variable that was assigned one.
-Which tensor's `dtype` was read, the recording knows.
+autocast. The source tells them apart: the argument is an attribute `dtype`, or a variable that was assigned
+one. Which tensor's `dtype` was read, the recording knows.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """Listening to a model while it runs, and telling a recorder."""
 
 import inspect
+import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Step, UnrecordableError, Whole
 
 
@@ -77,7 +79,14 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         else:
             recorder.guarded(check, recorder, torch.all(cond))
 
+    def is_compiling() -> bool:
+        caller = sys._getframe(1)
+        recorder.findings.asked |= user_frame(caller) is caller
+        return compiling_now()
+
+    compiling_now = torch.compiler.is_compiling
     with (
+        replaced(torch.compiler, "is_compiling", is_compiling),
         replaced(torch, "_check_tensor_all_with", check_all),
         replaced(
             functional, "multi_head_attention_forward", _unfolded(functional.multi_head_attention_forward)
@@ -105,7 +114,7 @@ def _record_autocast(recorder: Recorder, context: torch.autocast) -> Step:
 def _methods_whole(recorder: Recorder) -> Generator[None, None, None]:
     """Let the methods that are to stay whole tell the recorder of their calls."""
     with ExitStack() as stack:
-        for whole in recorder.opaque:
+        for whole in recorder.findings.opaque:
             if whole.method:
                 module = recorder.model.get_submodule(whole.path)
                 stack.enter_context(

@@ -1,31 +1,27 @@
 """One recorded run of a model on its example inputs."""
 
-from collections.abc import Mapping, Set
-
 from torch import nn
 
+from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.inputs import ExampleCall, bind
 from pdp_fx.tracing.intercept import listening
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.steps import Recording, Whole
+from pdp_fx.tracing.steps import Recording
 
 
-def record(
-    model: nn.Module, example: ExampleCall, opaque: Mapping[Whole, str], tried: Set[Whole]
-) -> Recording:
+def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Recording:
     """Run the model, in the mode it is in, and record what it does.
 
     Args:
         model: the model; the caller puts its state back.
         example: the arguments; tensors in them may change.
-        opaque: modules and methods to keep whole, each with the reason.
-        tried: those that need not be proposed again.
+        findings: the modules and methods to keep whole.
 
     Raises:
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or
         method.
     """
-    recorder = Recorder(model, opaque, tried)
+    recorder = Recorder(model, findings)
     try:
         call = bind(recorder, model, example)
         with listening(recorder):

@@ -6,7 +6,7 @@ graph cannot express raises `UnrecordableError`, which says what has to stay who
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Set
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.dtypes import Dtypes
+from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.shapes import check_step, structure_of
@@ -48,15 +49,13 @@ class Recorder:
 
     Args:
         model: the model that runs.
-        opaque: what to keep whole, each with the reason.
-        tried: what not to propose to keep whole again.
+        findings: what to keep whole.
     """
 
-    def __init__(self, model: nn.Module, opaque: Mapping[Whole, str], tried: Set[Whole]) -> None:
+    def __init__(self, model: nn.Module, findings: Findings) -> None:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.opaque = opaque
-        self.tried = tried
+        self.findings = findings
         self.session = Session()
         self.steps: list[Step] = []
         self.scope = Scope("")
@@ -130,10 +129,10 @@ class Recorder:
         path = self.paths.get(id(module), "")
         if not path:
             return call(module, *args, **kwargs)
-        if is_whole(module) or Whole(path) in self.opaque:
+        if is_whole(module) or Whole(path) in self.findings.opaque:
             with self.silent():
                 step = self.step("call_module", path, args, kwargs)
-                step.reason = self.opaque.get(Whole(path), "")
+                step.reason = self.findings.opaque.get(Whole(path), "")
                 return self._whole(step, call, (module, *args), kwargs)
         with self._entered(path, module):
             return call(module, *args, **kwargs)
@@ -148,7 +147,7 @@ class Recorder:
                     whole.method,
                     (Attribute(whole.path), *step.args),
                 )
-            step.reason = self.opaque[whole]
+            step.reason = self.findings.opaque[whole]
             result = self._whole(step, method, args, kwargs)
         if self.watch.read_weights and self.scope.path:
             raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
@@ -278,7 +277,7 @@ class Recorder:
             function = getattr(getattr(owner, name, None), "__func__", None)
             if path is not None and name != "forward" and getattr(function, "__code__", None) is frame.f_code:
                 whole = Whole(path, name)
-                if whole not in self.tried and not name.startswith("_call_impl"):
+                if whole not in self.findings.tried and not name.startswith("_call_impl"):
                     return whole
             frame = frame.f_back
         return Whole(self.scope.path)

@@ -135,6 +135,17 @@ class DataDependentIf(Between):
         return x
 
 
+class DataDependentMethod(Between):
+    """A method decides which of the model's own layers runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.left(x) if x.sum() > 0 else self.right(x)
+
+
 class OpaqueWithWeights(nn.Module):
     """A submodule that branches on its data; it has layers of its own."""
 
@@ -377,7 +388,8 @@ REFUSALS = (
     Construct(WeightNorm, images(), removed=3, reason="norm"),
     Construct(SpectralNorm, images(), removed=3, reason="norm"),
     Construct(StandardisedWeight, images(), removed=3, reason="mean runs over these channels"),
-    Construct(DataDependentIf, images(), removed=3, reason="branches on the numbers in a tensor"),
+    Construct(DataDependentIf, images(), removed=3, reason="data"),
+    Construct(DataDependentMethod, images(), removed=3, reason="data"),
     Construct(DataDependentIfInside, images(), removed=3, reason="data"),
     Construct(DataDependentChoice, images(), removed=3, reason="data"),
     Construct(MeanOverChannels, images(), removed=3, reason="mean runs over these channels"),

@@ -275,9 +275,7 @@ class LogProbabilities(nn.Module):
 SIZES = (
     Construct(DividedByWidth, images(), removed=3, reason="how many of these channels"),
     Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
-    Construct(
-        OnesOfWrittenSize, images(), removed=3, reason="joins these channels with values that have none"
-    ),
+    Construct(OnesOfWrittenSize, images(), removed=7),
     Construct(NewZeros, images(), removed=7),
     Construct(FoldedIntoBatch, images(), removed=3),
     Construct(SingleChannelGate, images(), removed=7),

@@ -1,5 +1,6 @@
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pdp_fx import NM, Channels, SpecError, Unstructured
 from pdp_fx.granularity import Rule
@@ -65,6 +66,26 @@ def test_groups_that_do_not_fit_are_skipped_with_the_reason() -> None:
     found = plan("small", NM(2, 4))
     assert weights(found) == {"head.weight": NM(2, 4)}
     assert found.skipped == (("conv", "3 input channels do not divide into groups of 4"),)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6)
+        self.rnn = nn.GRU(6, 5, batch_first=True)
+        self.fc = nn.Linear(5, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.fc(self.rnn(self.table(tokens))[0])
+
+
+def test_weights_that_a_module_keeps_to_itself_are_said() -> None:
+    tokens = torch.randint(0, 10, (2, 4))
+    _, ctx = prepare_until(Recurrent(), at_once(Unstructured(0.5)), tokens, "choose-targets")
+    assert weights(ctx.get(Plan)) == {"fc.weight": Unstructured(0.5)}
+    assert ctx.get(Plan).skipped == (("rnn", "GRU uses its weights inside itself, where no mask can be put"),)
+    _, ctx = prepare_until(Recurrent(), at_once(Unstructured(0.5), {"rnn": None}), tokens, "choose-targets")
+    assert ctx.get(Plan).skipped == ()
 
 
 def test_nothing_to_prune_lists_every_reason() -> None:

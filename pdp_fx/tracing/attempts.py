@@ -1,0 +1,88 @@
+"""Recording a model in both modes, again and again, until all that a graph cannot hold is kept whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.tracing.align import Alignment, align
+from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.inputs import ExampleCall
+from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.record import record
+from pdp_fx.tracing.source import source_of
+from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """A model in both modes, and what stays whole in both, each with the reason."""
+
+    alignment: Alignment
+    opaque: Mapping[Whole, str]
+
+    def opacity(self, model: nn.Module) -> tuple[int, int]:
+        """How many weights are inside modules that decide by their data, and how many such modules there are."""
+        deciding = [whole for whole, reason in self.opaque.items() if reason != DIFFERS_BY_MODE]
+        paths = {whole.path for whole in deciding if not whole.method}
+        weights = {weight for path in paths for weight in model.get_submodule(path).parameters()}
+        return sum(weight.numel() for weight in weights), len(deciding)
+
+
+def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
+    """Record until both modes go through; each failure makes one more module or method opaque.
+
+    Args:
+        model: the model; it is not modified.
+        example: the arguments of the call to record.
+        findings: what is learned about the model on the way.
+
+    Raises:
+        TraceError: the model itself does something that a graph cannot hold.
+    """
+    while True:
+        in_eval = _settled(model, example, False, findings)
+        in_train = _settled(model, example, True, findings)
+        if findings.is_new():
+            continue
+        alignment = align(in_eval, in_train)
+        differing = {Whole(alignment.owner(pair)) for pair in alignment.pairs if pair.only}
+        weightless = {whole for whole in differing if whole.path and not _has_weights(model, whole)}
+        if not weightless:
+            return Recordings(alignment, dict(findings.opaque))
+        for whole in sorted(weightless, key=str):
+            findings.keep_whole(whole, DIFFERS_BY_MODE)
+
+
+def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording:
+    """Record one mode until it goes through."""
+    while True:
+        known = findings.recording(training)
+        if known is not None:
+            return known
+        try:
+            with preserved(model):
+                findings.note(training, record(model.train(training), example.fresh(), findings))
+        except UnrecordableError as err:
+            _keep_whole(model, err, findings)
+
+
+def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:
+    whole = err.whole or Whole("")
+    if whole == Whole("") or whole in findings.tried:
+        name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
+        raise TraceError(
+            f"cannot trace {name}: it {err.reason} ({source_of(err)}); "
+            "move that part into a submodule of its own, which then stays opaque"
+        ) from err
+    if err.instead_of is None:
+        findings.keep_whole(whole, f"{err.reason} ({source_of(err)})")
+    else:
+        findings.opaque.pop(err.instead_of, None)
+        findings.keep_whole(whole, err.reason)
+
+
+def _has_weights(model: nn.Module, whole: Whole) -> bool:
+    module = model.get_submodule(whole.path)
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

@@ -1,0 +1,39 @@
+"""What failed recordings have taught about a model."""
+
+from dataclasses import dataclass, field
+
+from pdp_fx.tracing.steps import Recording, Whole
+
+
+@dataclass
+class Findings:
+    """What to keep whole, and the recordings made with that knowledge.
+
+    Attributes:
+        opaque: the modules and methods to keep whole, each with the reason.
+        tried: all that was ever kept whole; it need not be proposed again.
+        asked: whether the model asked if it is being compiled.
+    """
+
+    opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
+    tried: set[Whole] = field(default_factory=set[Whole])
+    asked: bool = False
+    _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
+
+    def keep_whole(self, whole: Whole, reason: str) -> None:
+        """Keep a module or method whole from now on."""
+        self.tried.add(whole)
+        self.opaque[whole] = reason
+
+    def note(self, training: bool, recording: Recording) -> None:
+        """Note a recording made with what is known now."""
+        self._made[training] = recording, len(self.tried)
+
+    def recording(self, training: bool) -> Recording | None:
+        """The recording of a mode, if nothing has been learned since."""
+        made = self._made.get(training)
+        return made[0] if made is not None and made[1] == len(self.tried) else None
+
+    def is_new(self) -> bool:
+        """Whether something has been learned since the recording of either mode."""
+        return self.recording(False) is None or self.recording(True) is None

@@ -1,0 +1,112 @@
+"""The Lightning callback in real trainer runs on the CPU."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import pdp_fx
+from pdp_fx import PruneSpec, Schedule, StateError, Unstructured
+from pdp_fx.schedule import Unit
+from tests.training.nets import Net, batch, pruned_counts, state
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from pdp_fx.integrations.lightning import PruningCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Classifier(LightningModule):
+    """An ordinary module of a user; the prepared model is one of its attributes."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Classify."""
+        images, labels = batch
+        return functional.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+def classifier(per: Unit, start: int = 1, epsilon: float = 0.25) -> Classifier:
+    torch.manual_seed(0)
+    spec = PruneSpec(Unstructured(0.8), schedule=Schedule(start, epsilon, per))
+    return Classifier(pdp_fx.prepare(Net(), spec, batch()[0]))
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*batch(size=32)), batch_size=8)
+
+
+def trainer(folder: Path, epochs: int, **options: Any) -> Trainer:
+    return Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def counter(module: Classifier) -> int:
+    return int(state(module.net).counter)
+
+
+def test_a_schedule_of_epochs_advances_once_an_epoch(tmp_path: Path) -> None:
+    module = classifier("epoch")
+    trainer(tmp_path, 3, callbacks=[PruningCallback()], enable_checkpointing=False).fit(module, loader())
+    assert counter(module) == 3
+    assert sum(pruned_counts(module.net)) > 0
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 8), (2, 4)])
+def test_a_schedule_of_steps_counts_steps_of_the_optimizer(
+    tmp_path: Path, accumulate: int, steps: int
+) -> None:
+    module = classifier("step")
+    run = trainer(
+        tmp_path,
+        2,
+        callbacks=[PruningCallback()],
+        enable_checkpointing=False,
+        accumulate_grad_batches=accumulate,
+    )
+    run.fit(module, loader())
+    assert counter(module) == steps
+
+
+def test_resuming_from_a_checkpoint_of_the_trainer_goes_on_in_the_ramp(tmp_path: Path) -> None:
+    whole = classifier("step", epsilon=0.05)
+    trainer(tmp_path, 3, callbacks=[PruningCallback()], enable_checkpointing=False).fit(whole, loader())
+    first = classifier("step", epsilon=0.05)
+    keep = ModelCheckpoint(tmp_path, save_last=True)
+    trainer(tmp_path, 2, callbacks=[PruningCallback(), keep]).fit(first, loader())
+    second = classifier("step", epsilon=0.05)
+    resumed = trainer(tmp_path, 3, callbacks=[PruningCallback()], enable_checkpointing=False)
+    resumed.fit(second, loader(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert counter(second) == counter(whole) == 12
+    for name, tensor in whole.state_dict().items():
+        assert second.state_dict()[name].equal(tensor), name
+
+
+def test_a_module_without_a_prepared_model_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 1, callbacks=[PruningCallback()], enable_checkpointing=False)
+    with pytest.raises(StateError, match="holds no prepared model"):
+        run.fit(Classifier(Net()), loader())

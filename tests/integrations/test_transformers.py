@@ -1,0 +1,101 @@
+"""The callback for the Trainer of transformers in real runs on the CPU."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import pdp_fx
+from pdp_fx import PruneSpec, Schedule, StateError, Unstructured
+from pdp_fx.schedule import Unit
+from tests.training.nets import pruned_counts, state
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    from pdp_fx.integrations.transformers import PruningCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TINY = BertConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=32,
+    num_labels=3,  # pyright: ignore[reportCallIssue]
+)
+
+
+def examples(count: int = 32) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 64, (count, 12), generator=generator)
+    labels = torch.randint(0, 3, (count,), generator=generator)
+    return [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": label}
+        for row, label in zip(tokens, labels, strict=True)
+    ]
+
+
+def prepared(per: Unit, epsilon: float = 0.25) -> fx.GraphModule:
+    """A tiny BERT without its embeddings and its classifier, as the paper prunes BERT."""
+    torch.manual_seed(0)
+    spec = PruneSpec(
+        Unstructured(0.8), {"bert.embeddings": None, "classifier": None}, Schedule(1, epsilon, per)
+    )
+    inputs = {name: torch.stack([row[name] for row in examples(2)]) for name in examples(1)[0]}
+    return pdp_fx.prepare(BertForSequenceClassification(TINY), spec, inputs)
+
+
+def train(model: torch.nn.Module, folder: Path, epochs: int, resume: bool = False, **given: Any) -> None:
+    options: dict[str, Any] = {"save_strategy": "no"} | given
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=8,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        lr_scheduler_type="constant",
+        logging_strategy="no",
+        **options,
+    )
+    runner = Trainer(model, arguments, train_dataset=examples(), callbacks=[PruningCallback()])  # pyright: ignore[reportArgumentType]
+    runner.train(resume_from_checkpoint=resume)
+
+
+def test_a_schedule_of_epochs_advances_once_an_epoch(tmp_path: Path) -> None:
+    model = prepared("epoch")
+    train(model, tmp_path, 3)
+    assert int(state(model).counter) == 3
+    assert sum(pruned_counts(model)) > 0
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 8), (2, 4)])
+def test_a_schedule_of_steps_counts_steps_of_the_optimizer(
+    tmp_path: Path, accumulate: int, steps: int
+) -> None:
+    model = prepared("step")
+    train(model, tmp_path, 2, gradient_accumulation_steps=accumulate)
+    assert int(state(model).counter) == steps
+
+
+def test_resuming_from_a_checkpoint_of_the_trainer_goes_on_in_the_ramp(tmp_path: Path) -> None:
+    whole, first, second = (prepared("step", 0.05) for _ in range(3))
+    train(whole, tmp_path / "whole", 3)
+    train(first, tmp_path / "parts", 2, save_strategy="epoch")
+    train(second, tmp_path / "parts", 3, resume=True)
+    assert int(state(second).counter) == int(state(whole).counter) == 12
+    assert pruned_counts(second) == pruned_counts(whole)
+
+
+def test_a_model_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="holds no prepared model"):
+        train(BertForSequenceClassification(TINY), tmp_path, 1)

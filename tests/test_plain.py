@@ -1,0 +1,174 @@
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from pdp_fx.plain import plain
+from pdp_fx.trace import trace
+from tests.nets import NETS, listing, net, shake
+
+Way = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+class Awkward(nn.Module):
+    """What `torch.fx` cannot trace again: a buffer cut by a size, a slice assigned to, a random number."""
+
+    table: Tensor
+    scratch: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("table", torch.randn(20, 6))
+        self.register_buffer("scratch", torch.ones(6), persistent=False)
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> dict[str, Tensor]:
+        x = self.norm(self.fc(x)) + self.table[: x.shape[0]] * scale
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:] = x[:, :-1]
+        noise = torch.rand(()) + self.scratch
+        return {"sum": shifted + noise, "first": torch.ops.aten.clamp.default(x, 0.0)}
+
+
+def copy_of(bare: fx.GraphModule) -> fx.GraphModule:
+    return copy.deepcopy(bare)
+
+
+def pickled(bare: fx.GraphModule) -> fx.GraphModule:
+    return pickle.loads(pickle.dumps(bare))
+
+
+def saved(bare: fx.GraphModule) -> fx.GraphModule:
+    file = io.BytesIO()
+    torch.save(bare, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: dict[str, Way] = {
+    "deepcopy": copy_of,
+    "pickle": pickled,
+    "torch.save": saved,
+    "both": lambda bare: pickled(copy_of(bare)),
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def awkward() -> tuple[fx.GraphModule, Tensor]:
+    x = torch.randn(4, 6)
+    return plain(trace(shake(Awkward()), x)), x
+
+
+def same(one: nn.Module, other: nn.Module, x: Tensor) -> bool:
+    outputs: list[dict[str, Tensor]] = []
+    for model in (one, other):
+        torch.manual_seed(3)
+        outputs.append(model(x))
+    return outputs[0].keys() == outputs[1].keys() and all(
+        torch.equal(outputs[0][key], outputs[1][key]) for key in outputs[0]
+    )
+
+
+@every_way
+def test_what_comes_back_is_the_same_graph(way: Way) -> None:
+    bare, x = awkward()
+    back = way(bare)
+    assert listing(back) == listing(bare)
+    assert back.code == bare.code
+    assert list(back.state_dict()) == list(bare.state_dict())
+    assert type(back).__name__ == "Awkward"
+    assert same(bare, back, x)
+    # Nothing is frozen: neither the number of rows nor the random number.
+    assert same(bare, back, torch.randn(7, 6))
+    assert not torch.equal(back(x)["sum"], back(x)["sum"])
+
+
+@every_way
+def test_training_flags_and_added_attributes_come_along(
+    way: Way,
+) -> None:
+    bare, _ = awkward()
+    assert not any(module.training for module in bare.modules())
+    assert not any(module.training for module in way(bare).modules())
+    assert all(module.training for module in way(bare.train()).modules())
+
+
+def test_added_attributes_are_pickled() -> None:
+    bare, _ = awkward()
+    bare.classes = ["cat", "dog"]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    assert vars(pickled(bare))["classes"] == ["cat", "dog"]
+
+
+@every_way
+@pytest.mark.parametrize("name", NETS)
+def test_ordinary_nets_come_back_bit_for_bit(name: str, way: Way) -> None:
+    model, x = net(name)
+    bare = plain(trace(model, x))
+    back = way(bare)
+    assert torch.equal(back(x), bare(x))
+    assert not {id(p) for p in back.parameters()} & {id(p) for p in bare.parameters()}
+
+
+def test_shared_tensors_and_modules_stay_shared() -> None:
+    model, x = net("tied")
+    back = pickled(plain(trace(model, x)))
+    assert back.get_parameter("encoder.weight") is back.get_parameter("decoder.weight")
+
+
+def test_the_pickle_names_nothing_of_ours() -> None:
+    bare, _ = awkward()
+    assert b"pdp_fx" not in pickle.dumps(bare)
+
+
+READER = """
+import pickle, sys, torch
+sys.modules["pdp_fx"] = None
+with open(sys.argv[1], "rb") as file:
+    model, x, expected = pickle.load(file)
+torch.manual_seed(3)
+found = model(x)
+assert all(torch.equal(found[key], expected[key]) for key in expected)
+assert isinstance(model, torch.fx.GraphModule)
+"""
+
+
+def test_a_reader_needs_torch_only(tmp_path: Path) -> None:
+    bare, x = awkward()
+    torch.manual_seed(3)
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps((bare, x, bare(x))))
+    command = [sys.executable, "-c", READER, str(path)]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+
+
+def test_only_what_the_graph_uses_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    model.add_module("unused", nn.Module())
+    gm = trace(model[:1], torch.randn(2, 4))
+    gm.add_submodule("spare", nn.Linear(100, 100))
+    assert [name for name, _ in plain(gm).named_children()] == ["0"]
+
+
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_a_function_that_cannot_be_found_again_is_named() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+
+    def local(x: Tensor) -> Tensor:
+        return x
+
+    graph.output(graph.call_function(local, (graph.call_function(twice, (x,)),)))
+    bare = plain(fx.GraphModule(nn.Module(), graph))
+    with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
+        pickle.dumps(bare)
