@@ -4,8 +4,8 @@ All methods train the same parameters in one process and take turns, a step each
 every round; a ratio is the median over the rounds of one step against the dense step of the same round.
 Rounds are written to the output file as they end, and a run that is stopped goes on where it was.
 
-    python benchmarks/overhead.py --model resnet18 --rounds 11
-    python benchmarks/overhead.py --model all --precision fp32 bf16 --mode eager compile --device cuda
+    python -m benchmarks.overhead --model resnet18 --rounds 11
+    python -m benchmarks.overhead --model all --precision fp32 bf16 --mode eager compile --device cuda
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def run(setting: Setting, methods: tuple[str, ...], rounds: int, out: Path) -> R
     for method in methods:
         for _ in range(2):
             runner.step(method)
-        record["bytes"][method] = runner.memory(method)
+        if method not in record["bytes"]:
+            record["bytes"][method] = runner.memory(method)
     for number in range(done, rounds):
         order = list(methods)
         random.Random(number).shuffle(order)

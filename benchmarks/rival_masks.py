@@ -55,7 +55,7 @@ class ContinuousSparsification(nn.Module):
     """CS: m = sigmoid(beta s) / sigmoid(s0) for a score s per weight, and the sum of m in the loss."""
 
     START = -1.0
-    BETA = 10.0
+    BETA = 1.0
     WEIGHT = 1e-8
 
     penalty: Tensor

@@ -1,9 +1,9 @@
 """Pruning with self-distillation, as the paper prunes BERT: the teacher is the dense model itself.
 
-The model is trained dense for a while, and its best epoch becomes the teacher. Then the same model goes on, now
+The model is trained dense for a while; its best epoch becomes the teacher. Then the same model goes on, now
 pruned, with 0.95 of its loss from the teacher's logits and 0.05 from the labels.
 
-    python examples/distillation.py --dense-epochs 12 --epochs 30
+    python -m examples.distillation --dense-epochs 12 --epochs 30
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What pruning adds to an ordinary training script are three lines: `prepare` before, `step` after each epoch,
 `convert` at the end. The checkpoint needs nothing special: the schedule is part of the model's state.
 
-    python examples/plain_recipe.py --epochs 30 --checkpoint last.pt
+    python -m examples.plain_recipe --epochs 30 --checkpoint last.pt
 """
 
 from __future__ import annotations

@@ -113,15 +113,26 @@ def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
 
 
 def _subscript_fits(node: fx.Node, record: Record) -> bool:
-    """Numbers, slices, and at most one list of places."""
+    """Numbers, slices, and at most one list of places; what is picked must be told apart by its labels."""
     source = node.args[0]
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
     parts = _parts(node)
     several = [part for part in parts if _is_index(part) or _is_tensor(part, record)]
-    plain = all(
-        p is None or p is Ellipsis or isinstance(p, (int, slice, fx.Node)) or _is_index(p) for p in parts
-    )
-    return len(values) == 1 and plain and len(several) <= 1
+    known = (int, slice, fx.Node)
+    plain = all(p is None or p is Ellipsis or isinstance(p, known) or _is_index(p) for p in parts)
+    if len(values) != 1 or not plain or len(several) > 1:
+        return False
+    picked = {axis for place, axis in _placed(parts, len(values[0].shape)) if _picks(parts[place])}
+    return all(_distinct(layer.ids) for layer in values[0].layers if layer.support & picked)
+
+
+def _picks(part: Any) -> bool:
+    """Whether a part of a subscript may leave gaps: anything but a number or a slice of step 1."""
+    return not isinstance(part, int) and not (isinstance(part, slice) and part.step in (None, 1))
+
+
+def _distinct(ids: Tensor) -> bool:
+    return len(ids.unique()) == ids.numel()
 
 
 def _is_tensor(part: Any, record: Record) -> bool:
@@ -187,8 +198,7 @@ def _reorder_fits(node: fx.Node, record: Record) -> bool:
     source: Any = node.args[0]
     values = record.values.get(source.name, ())
     layers = values[0].layers if values else ()
-    distinct = all(len(layer.ids.unique()) == layer.ids.numel() for layer in layers)
-    return len(layers) == 1 and len(layers[0].support) == 1 and distinct
+    return len(layers) == 1 and len(layers[0].support) == 1 and _distinct(layers[0].ids)
 
 
 def _pad(node: fx.Node, job: Job) -> None:

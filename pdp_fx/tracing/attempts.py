@@ -23,7 +23,7 @@ class Recordings:
     opaque: Mapping[Whole, str]
 
     def opacity(self, model: nn.Module) -> tuple[int, int]:
-        """How many weights are inside modules that decide by their data, and how many such modules there are."""
+        """How many weights are inside modules that decide by their data, and how many such modules are."""
         deciding = [whole for whole, reason in self.opaque.items() if reason != DIFFERS_BY_MODE]
         paths = {whole.path for whole in deciding if not whole.method}
         weights = {weight for path in paths for weight in model.get_submodule(path).parameters()}

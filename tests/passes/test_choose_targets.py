@@ -83,7 +83,7 @@ def test_weights_that_a_module_keeps_to_itself_are_said() -> None:
     tokens = torch.randint(0, 10, (2, 4))
     _, ctx = prepare_until(Recurrent(), at_once(Unstructured(0.5)), tokens, "choose-targets")
     assert weights(ctx.get(Plan)) == {"fc.weight": Unstructured(0.5)}
-    assert ctx.get(Plan).skipped == (("rnn", "GRU uses its weights inside itself, where no mask can be put"),)
+    assert ctx.get(Plan).skipped == (("rnn", "GRU uses its weights inside itself, out of reach of a mask"),)
     _, ctx = prepare_until(Recurrent(), at_once(Unstructured(0.5), {"rnn": None}), tokens, "choose-targets")
     assert ctx.get(Plan).skipped == ()
 
