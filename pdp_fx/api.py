@@ -24,6 +24,7 @@ from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.verify_equivalence import Reference, eval_outputs
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner, find, find_all
+from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace
 
@@ -115,6 +116,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     """
     gm, pruner = _prepared(model, "convert")
     _refuse_more_than_wrapped(model, gm)
+    refuse_sharded(gm)
     _refuse_unpruned(pruner)
     broken = _broken_weight(gm)
     if broken:

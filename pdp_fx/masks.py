@@ -62,8 +62,9 @@ class Mask(nn.Module):
         return int(self.target) != UNSET
 
     def advance(self, share: float) -> None:
-        """Prune ``share`` of the target, in [0, 1], from now on."""
-        self.count.fill_(round(share * int(self.target)))
+        """Prune ``share`` of the target, in [0, 1], from now on; nothing while there is no target."""
+        # On its own device, so that a schedule of steps never waits for a GPU.
+        self.count.copy_((self.target.clamp(min=0).double() * share).round())
         if self.tau.end is not None:
             self.tau_bits.view(torch.float64).fill_(self.tau.at(share))
 

@@ -18,7 +18,7 @@ from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rou
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.granularity import rule_text
-from pdp_fx.masks import ChannelMask, Mask, NMMask
+from pdp_fx.masks import UNSET, ChannelMask, Mask, NMMask
 from pdp_fx.schedule import share
 from pdp_fx.sharding import whole
 from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
@@ -83,18 +83,25 @@ class Pruner(nn.Module):
         """The share of the targets that holds now, in [0, 1]."""
         return share(self.spec.schedule, int(self.counter))
 
+    @property
+    def allocated(self) -> bool:
+        """Whether the targets of all masks are fixed; read at once, since a GPU is waited for."""
+        targets = [mask.target for _, mask in self.mask_items()]
+        return not targets or bool((torch.stack(targets) != UNSET).all())
+
     def step(self, gm: fx.GraphModule) -> None:
         """Advance the schedule by one epoch or step; fix the targets when the ramp starts."""
         counter = int(self.counter) + 1
-        if counter >= self.spec.schedule.start and not all(mask.allocated for _, mask in self.mask_items()):
+        if counter >= self.spec.schedule.start and not self.allocated:
             self.fix_targets(gm)
         self.counter.fill_(counter)
         self.advance_masks()
 
     def advance_masks(self) -> None:
         """Set the counts of all masks to what the targets and the counter say."""
+        share_now = self.share
         for _, mask in self.mask_items():
-            mask.advance(self.share if mask.allocated else 0.0)
+            mask.advance(share_now)
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""

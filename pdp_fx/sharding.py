@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdp_fx.errors import StateError
 
@@ -19,6 +19,17 @@ def is_shard(tensor: Tensor) -> bool:
 def whole(tensor: Any) -> Tensor:
     """All of `tensor`, gathered from the processes it is spread over; each of them must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse to convert a model of which this process holds a part only."""
+    for name, parameter in model.named_parameters():
+        if is_shard(parameter):
+            raise StateError(
+                f"{name} is sharded over several processes; gather the state dict (get_model_state_dict of "
+                "torch.distributed.checkpoint with full_state_dict=True), load it into a prepared model that "
+                "is not sharded, and convert that one"
+            )
 
 
 def refuse_shard(weight: Tensor) -> None:

@@ -158,3 +158,26 @@ def test_lazy_layers_have_to_be_run_first() -> None:
 
 def test_nothing_is_opaque_in_a_plain_net() -> None:
     assert not opaque(trace(Net(), images(2)))
+
+
+def test_hooks_that_a_first_run_installs_are_taken_out_again() -> None:
+    class Captures(nn.Module):
+        """Returns what its layers gave, as hooks that the first run installs have seen it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+            self.seen: list[Tensor] = []
+            self.installed = False
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            if not self.installed:
+                self.installed = True
+                self.layers[0].register_forward_hook(lambda module, args, output: self.seen.append(output))
+            self.seen.clear()
+            return self.layers(x), *self.seen
+
+    model = Captures()
+    exact(model, torch.randn(2, 4), torch.randn(3, 4))
+    assert not model.layers[0]._forward_hooks
+    assert not model.seen

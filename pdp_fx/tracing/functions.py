@@ -63,9 +63,24 @@ def register_in_place_functions() -> None:
 register_in_place_functions()
 
 
+def _misnamed() -> dict[Any, str]:
+    """Operators of tensors whose functions carry the name of another method, such as `pow` for `__pow__`."""
+    found: dict[Any, str] = {}
+    for name in dir(torch.Tensor):
+        function = getattr(torch.Tensor, name)
+        own = getattr(function, "__name__", name)
+        written = name in _OPERATORS or name in _REFLECTED or name in _IN_PLACE
+        if written and getattr(torch.Tensor, own, None) is not function:
+            found[function] = name
+    return found
+
+
+_MISNAMED = _misnamed()
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a torch function; for the getter of a tensor's property, the property's name."""
-    name = getattr(function, "__name__", type(function).__name__)
+    name = _MISNAMED.get(function) or getattr(function, "__name__", type(function).__name__)
     if name not in ("__get__", "__set__"):
         return name
     owner: Any = getattr(function, "__self__", None)

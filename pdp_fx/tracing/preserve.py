@@ -6,6 +6,7 @@ plain lists and dicts that modules hold, and the random number generators of tor
 """
 
 import random
+from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+# Hooks are in an OrderedDict, caches in anything.
+_CONTAINERS = (dict, list, set, deque)
 
 
 @contextmanager
@@ -36,7 +40,7 @@ class _Saved:
         self.module = module
         self.attributes = dict(vars(module))
         self.contents = {
-            name: value.copy() for name, value in vars(module).items() if type(value) in (dict, list, set)
+            name: value.copy() for name, value in vars(module).items() if isinstance(value, _CONTAINERS)
         }
         self.buffers = [
             (buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None
@@ -66,7 +70,7 @@ def _refill(container: Any, content: Any) -> None:
     if container == content if isinstance(container, set) else _identical(container, content):
         return
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, list | deque):
         container.extend(content)
     else:
         container.update(content)
@@ -75,7 +79,7 @@ def _refill(container: Any, content: Any) -> None:
 def _identical(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
-    if isinstance(container, list):
+    if isinstance(container, list | deque):
         return all(mine is theirs for mine, theirs in zip(container, content, strict=True))
     pairs = zip(container.items(), content.items(), strict=True)
     return all(mine[0] is theirs[0] and mine[1] is theirs[1] for mine, theirs in pairs)

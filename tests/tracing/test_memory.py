@@ -172,3 +172,20 @@ def test_a_tensor_from_code_that_nobody_sees_is_no_constant() -> None:
     assert "torch functions do not show" in opaque(gm)["0"]
     with pytest.raises(TraceError, match="the forward of Hidden itself"):
         trace(Hidden(), torch.randn(3, 4))
+
+
+def test_every_operator_is_written_as_such() -> None:
+    class Operators(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            y = 2.0 ** (y**2 / 8) + (3 / (y.abs() + 1)) - (1 - y) * -y + (5 // (y.abs() + 1)) % 2
+            y **= 2
+            y /= 2
+            y -= 1
+            z = (y > 0) & ~(x >= 0) | (x < y) ^ (x != y)
+            return (y @ x.t()).sum() + z + abs(y) + 7 % (y.detach().abs() + 1)
+
+    gm = exact(Operators(), torch.randn(3, 4))
+    assert {"pow", "truediv", "sub", "mul", "floordiv", "mod", "gt", "and_", "invert", "matmul"} <= set(
+        targets(gm)
+    )

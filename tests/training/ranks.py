@@ -9,9 +9,9 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +56,7 @@ def check(wrapper: str, rule: Rule) -> None:
         require_equal_on_all_ranks(found)
         for mine, theirs in zip(found, masks(alone), strict=True):
             require(int((mine < 0.5).sum()) == int((theirs < 0.5).sum()), "counts differ from training alone")
+    require("sparsity" in str(pdp_fx.report(together)), "no report")
     if wrapper == "fsdp":
         check_gathered(together, alone)
     else:
@@ -104,10 +105,13 @@ def require_equal_on_all_ranks(tensors: list[Tensor]) -> None:
 
 def check_gathered(sharded: nn.Module, alone: nn.Module) -> None:
     """The gathered checkpoint of a sharded model loads into one that is not, and that one converts."""
-    gathered = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in sharded.state_dict().items()
-    }
+    try:
+        pdp_fx.convert(sharded)
+    except StateError as err:
+        require("gather the state dict" in str(err), str(err))
+    else:
+        require(False, "a sharded model was converted")
+    gathered = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     fresh = copy.deepcopy(alone)
     fresh.load_state_dict(gathered)
     small, images = pdp_fx.convert(fresh), batch(9)[0]

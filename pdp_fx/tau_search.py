@@ -1,0 +1,47 @@
+"""A search for tau: the paper suggests a binary search, since its accuracy over tau is a concave curve."""
+
+import math
+from collections.abc import Callable
+
+from pdp_fx.errors import SpecError
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def find_tau(
+    score: Callable[[float], float], low: float = 1e-6, high: float = 1e-2, trials: int = 7
+) -> float:
+    """Return the tau of the best score among a few trials, by a golden-section search over its logarithm.
+
+    Args:
+        score: trains with a tau, usually for short, and returns what it reached; more is better.
+        low: the least tau that is thought of, above 0.
+        high: the greatest one.
+        trials: how often `score` is called, 2 or more; seven leave 6 % of the range, on its log scale.
+
+    Raises:
+        SpecError: the range or the number of trials is impossible.
+
+    Example:
+        >>> f"{find_tau(lambda tau: -abs(math.log10(tau) + 4), trials=12):.0e}"
+        '1e-04'
+    """
+    if not 0 < low < high or trials < 2:
+        raise SpecError(
+            f"find_tau needs 0 < low < high and 2 trials or more, got {low:g}, {high:g}, {trials}"
+        )
+    left, right = math.log(low), math.log(high)
+    inner = [right - GOLDEN * (right - left), left + GOLDEN * (right - left)]
+    scores = [score(math.exp(point)) for point in inner]
+    tried = dict(zip(inner, scores, strict=True))
+    for _ in range(trials - 2):
+        if scores[0] >= scores[1]:
+            right = inner[1]
+            inner = [right - GOLDEN * (right - left), inner[0]]
+            scores = [score(math.exp(inner[0])), scores[0]]
+        else:
+            left = inner[0]
+            inner = [inner[1], left + GOLDEN * (right - left)]
+            scores = [scores[1], score(math.exp(inner[1]))]
+        tried |= zip(inner, scores, strict=True)
+    return math.exp(max(tried, key=lambda point: tried[point]))

@@ -1,0 +1,31 @@
+import math
+
+import pytest
+
+from pdp_fx import find_tau
+from pdp_fx.errors import SpecError
+
+
+@pytest.mark.parametrize("best", [1e-6, 3e-5, 1e-4, 7e-3, 1e-2])
+def test_the_top_of_a_concave_curve_is_found(best: float) -> None:
+    found = find_tau(lambda tau: -(math.log(tau / best) ** 2), trials=16)
+    assert math.log10(found / best) == pytest.approx(0, abs=0.02)
+
+
+@pytest.mark.parametrize("trials", [2, 3, 7])
+def test_every_trial_is_used_and_the_best_of_them_returned(trials: int) -> None:
+    tried: dict[float, float] = {}
+
+    def score(tau: float) -> float:
+        tried[tau] = -abs(math.log10(tau) + 3)
+        return tried[tau]
+
+    found = find_tau(score, trials=trials)
+    assert len(tried) == trials
+    assert found == pytest.approx(max(tried, key=lambda tau: tried[tau]))
+
+
+@pytest.mark.parametrize(("low", "high", "trials"), [(0, 1, 5), (1, 1, 5), (2, 1, 5), (1e-5, 1e-3, 1)])
+def test_an_impossible_range_is_refused(low: float, high: float, trials: int) -> None:
+    with pytest.raises(SpecError, match="0 < low < high"):
+        find_tau(lambda tau: tau, low, high, trials)
