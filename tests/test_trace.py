@@ -173,9 +173,12 @@ def test_hooks_that_a_first_run_installs_are_taken_out_again() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             if not self.installed:
                 self.installed = True
-                self.layers[0].register_forward_hook(lambda module, args, output: self.seen.append(output))
+                self.layers[0].register_forward_hook(self.keep)
             self.seen.clear()
             return self.layers(x), *self.seen
+
+        def keep(self, module: nn.Module, args: object, output: Tensor) -> None:
+            self.seen.append(output)
 
     model = Captures()
     exact(model, torch.randn(2, 4), torch.randn(3, 4))
