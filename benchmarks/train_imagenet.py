@@ -126,8 +126,8 @@ class Run:
     def _prepare(self) -> fx.GraphModule:
         torch.manual_seed(self.options.seed)
         net = self.recipe.make(self.options.classes).to(self.place.device)
-        start = self.recipe.start if self.options.start is None else self.options.start
-        schedule = Schedule(start, self.options.epsilon or self.recipe.epsilon, length=self.epochs)
+        start = self.recipe.start if self.options.ramp_start is None else self.options.ramp_start
+        schedule = Schedule(start, self.options.ramp_epsilon or self.recipe.epsilon, length=self.epochs)
         spec = self.recipe.spec(
             self.options.granularity, self.options.sparsity or self.recipe.sparsity, schedule
         )
@@ -217,8 +217,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--sparsity", type=float, help="of the weights; for channels the share of MACs saved")
     parser.add_argument("--epochs", type=int, help="instead of the recipe's")
-    parser.add_argument("--start", type=int, help="instead of the recipe's 16")
-    parser.add_argument("--epsilon", type=float, help="instead of the recipe's 0.015")
+    parser.add_argument("--ramp-start", type=int, help="instead of the recipe's 16")
+    parser.add_argument("--ramp-epsilon", type=float, help="instead of the recipe's 0.015")
     parser.add_argument("--batch", type=int, help="of all processes together; the learning rate follows")
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--workers", type=int, default=8)

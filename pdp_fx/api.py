@@ -118,6 +118,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     _refuse_more_than_wrapped(model, gm)
     refuse_sharded(gm)
     _refuse_unpruned(pruner)
+    pruner.check_unaveraged()
     broken = _broken_weight(gm)
     if broken:
         raise StateError(

@@ -18,7 +18,7 @@ from pdp_fx.ops.nm import group_view, nm_pruned, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.ranking import Ranking
 from pdp_fx.ops.select import readable, smallest
-from pdp_fx.ops.soft_mask import Temperature, soft_mask, soft_mask_value
+from pdp_fx.ops.soft_mask import Temperature, Threshold, soft_mask, soft_mask_value
 from pdp_fx.ops.threshold import compute_dtype, threshold
 from pdp_fx.sharding import refuse_shard
 from pdp_fx.softness import Softness
@@ -126,12 +126,11 @@ class WeightMask(Mask):
     def values(self, *weights: Tensor) -> Tensor:
         return soft_mask_value(weights[0], self._threshold(weights[0]), self.temperature(weights[0]))
 
-    def _threshold(self, weight: Tensor) -> Tensor:
+    def _threshold(self, weight: Tensor) -> Threshold:
         if not readable(weight) or not 0 < int(self.count) < weight.numel():
             return threshold(weight, self.count)
         largest_pruned, smallest_kept = self.ranking.around(weight, int(self.count))
-        halfway = float(0.5 * largest_pruned + 0.5 * smallest_kept)
-        return weight.new_full((), halfway, dtype=compute_dtype(weight.dtype))
+        return float(0.5 * largest_pruned + 0.5 * smallest_kept)
 
 
 class NMMask(Mask):
@@ -219,6 +218,8 @@ class ChannelMask(Mask):
 
     def forward(self, *weights: Tensor) -> Tensor:
         """Return the mask, shape (width,)."""
+        for weight in weights:
+            refuse_shard(weight)
         scores = self.scores(*weights)
         if not self.training:
             return (~smallest(self.ranked(scores), self.count)).to(scores.dtype)

@@ -103,6 +103,16 @@ class Pruner(nn.Module):
         for _, mask in self.mask_items():
             mask.advance(share_now)
 
+    def check_unaveraged(self) -> None:
+        """Raise StateError if the counts are not those that the counter stands for."""
+        for name, mask in self.mask_items():
+            if int(mask.count) != round(self.share * max(int(mask.target), 0)):
+                raise StateError(
+                    f"{name} prunes {int(mask.count)} units, which is not what its schedule says: the state "
+                    "of the schedule was averaged or edited; give an average the state of the model that it "
+                    "follows, average.module.pdp.load_state_dict(model.pdp.state_dict())"
+                )
+
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
         counts = self.plan(gm)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 Values = NDArray[Any]
 
-SAMPLED_FROM = 1 << 11
+SAMPLED_FROM = 1 << 13
 """Below this many values a plain partition is as fast as the sampled one."""
 
 BLOCK = 1 << 16

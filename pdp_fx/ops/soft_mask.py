@@ -10,8 +10,9 @@ Everything is computed in `compute_dtype`, whatever autocast says, and the backw
 w and t, so that no tensor is kept alive that is not alive anyway. An infinite weight stays infinite, has a
 NaN gradient and leaves its neighbours alone.
 
-Eagerly both equations run in few passes over memory of their own. A compiler gets them as plain formulas,
-which it fuses into one pass each; so does a backward pass that is itself differentiated.
+On the CPU both equations run in few passes, the backward one over blocks that stay in the cache. Everywhere
+else, and for a compiler, which fuses them, they are plain formulas; so is a backward pass that is itself
+differentiated.
 """
 
 from typing import Any
@@ -28,102 +29,104 @@ BLOCK = 1 << 16
 Temperature = float | Tensor
 """tau > 0, in units of w^2: a number, or a 0-dim tensor on the device of the weight, a constant."""
 
+Threshold = float | Tensor
+"""t: a number, or a tensor that broadcasts against the weight, a constant."""
 
-def soft_mask(weight: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:
+
+def soft_mask(weight: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
     """Return the softly masked weight w_hat = m w (equation 1); its gradient is equation 2.
 
     Args:
         weight: the weights w, any shape and memory format, half precision included.
-        threshold: t, broadcast against `weight`: 0-dim for a layer, one value a group for N:M; a constant.
+        threshold: t, for the layer or, as a tensor, for parts of it.
         tau: the temperature; as a tensor it is read without waiting for its device.
 
     Returns:
         w_hat with the shape, dtype and memory format of `weight`.
     """
+    t, temperature = _number(threshold), _number(tau)
+    if isinstance(t, float) and isinstance(temperature, float) and readable(weight):
+        return _SoftMaskOfNumbers.apply(weight, t, temperature)  # pyright: ignore[reportReturnType]
     return _SoftMask.apply(weight, threshold, tau)  # pyright: ignore[reportReturnType]
 
 
-def soft_mask_value(weight: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:
+def soft_mask_value(weight: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
     """Return the mask m in [0, 1] itself, in the shape of `weight` and in `compute_dtype`; for reports."""
     weight = weight.detach()
-    return _mask(weight.to(compute_dtype(weight.dtype)), threshold.detach(), tau)
+    return _mask(weight.to(compute_dtype(weight.dtype)), threshold, tau)
 
 
+# With a separate setup_context, every call would inspect a signature, which costs more than the mask.
 class _SoftMask(torch.autograd.Function):
-    # With a separate setup_context, every call would inspect a signature, which costs more than the mask.
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.number = None if isinstance(tau, Tensor) else tau
-        ctx.save_for_backward(weight, threshold, *([tau] if isinstance(tau, Tensor) else []))
+    def forward(ctx: Any, weight: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.numbers = [None if isinstance(value, Tensor) else value for value in (threshold, tau)]
+        ctx.save_for_backward(weight, *(value for value in (threshold, tau) if isinstance(value, Tensor)))
         wide = weight.to(compute_dtype(weight.dtype))
-        if torch.compiler.is_compiling():
-            return (_mask_formula(wide, threshold, tau) * wide).to(weight.dtype)
-        return _mask(wide, threshold, tau).mul_(wide).to(weight.dtype)
+        return (_mask(wide, threshold, tau) * wide).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight, threshold, *rest = ctx.saved_tensors
-        tau = ctx.number if ctx.number is not None else rest[0]
+        weight, *tensors = ctx.saved_tensors
+        threshold, tau = (tensors.pop(0) if value is None else value for value in ctx.numbers)
+        return _gradient(weight, threshold, tau, grad), None, None
+
+
+class _SoftMaskOfNumbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, threshold: float, tau: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.numbers = threshold, tau
+        ctx.save_for_backward(weight)
         wide = weight.to(compute_dtype(weight.dtype))
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return (_slope_formula(wide, threshold, tau) * grad).to(weight.dtype), None, None
-        return _gradient(wide, threshold, tau, grad).to(weight.dtype), None, None
+        offset = wide.new_full((), -threshold * abs(threshold) / tau)
+        mask = torch.addcmul(offset, wide, wide, value=1.0 / tau).sigmoid_()
+        return mask.mul_(wide).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (weight,), (threshold, tau) = ctx.saved_tensors, ctx.numbers
+        if torch.is_grad_enabled():
+            return _gradient(weight, threshold, tau, grad), None, None
+        wide = weight.to(compute_dtype(weight.dtype))
+        result = torch.empty_like(wide)
+        rows = BLOCK // max(wide.stride(0), 1) if wide.ndim > 0 else 0
+        if 0 < rows < wide.shape[0]:
+            for into, block, part in zip(result.split(rows), wide.split(rows), grad.split(rows), strict=True):
+                _gradient_into(into, block, part, threshold, tau)
+        else:
+            _gradient_into(result, wide, grad, threshold, tau)
+        return result.to(weight.dtype), None, None
 
 
-def _mask(wide: Tensor, threshold: Tensor, tau: Temperature, out: Tensor | None = None) -> Tensor:
-    # Without a buffer of our own, a broadcast threshold would have a say in the memory format.
-    buffer = torch.empty_like(wide) if out is None else out
-    offset, slope = _line(threshold, tau, wide)
-    if isinstance(slope, Tensor):
-        torch.mul(wide, slope, out=buffer)
-        return torch.addcmul(offset, buffer, wide, out=buffer).sigmoid_()
-    return torch.addcmul(offset, wide, wide, value=slope, out=buffer).sigmoid_()
-
-
-def _gradient(wide: Tensor, threshold: Tensor, tau: Temperature, grad: Tensor) -> Tensor:
-    """Equation 2 in one new tensor: all that is between lives in a block's worth of memory."""
-    result = torch.empty_like(wide)
-    rows = BLOCK // max(wide.stride(0), 1) if wide.ndim > 0 else 0
-    if wide.device.type != "cpu" or not 0 < rows < wide.shape[0]:
-        return _gradient_into(result, wide, threshold, tau, grad)
-    by_row = threshold.ndim > 0
-    for start in range(0, wide.shape[0], rows):
-        block = slice(start, start + rows)
-        part = threshold[block] if by_row else threshold
-        _gradient_into(result[block], wide[block], part, tau, grad[block])
-    return result
-
-
-def _gradient_into(result: Tensor, wide: Tensor, threshold: Tensor, tau: Temperature, grad: Tensor) -> Tensor:
-    mask = _mask(wide, threshold, tau, result)
+def _gradient_into(result: Tensor, wide: Tensor, grad: Tensor, threshold: float, tau: float) -> None:
+    """Equation 2 with one buffer beside the result."""
+    offset = wide.new_full((), -threshold * abs(threshold) / tau)
+    mask = torch.addcmul(offset, wide, wide, value=1.0 / tau, out=result).sigmoid_()
     # w m (1 - m) in one pass; w enters twice, one factor at a time, so that w^2 * 0 is 0 for every finite w.
     softness = torch.ops.aten.sigmoid_backward.default(wide, mask)
-    if isinstance(tau, Tensor) and not readable(tau):
-        return mask.addcmul_(softness.mul_(2.0 / tau), wide).mul_(grad)
-    return mask.addcmul_(softness, wide, value=2.0 / float(tau)).mul_(grad)
+    mask.addcmul_(softness, wide, value=2.0 / tau).mul_(grad)
 
 
-def _line(threshold: Tensor, tau: Temperature, wide: Tensor) -> tuple[Tensor, float | Tensor]:
-    """-t |t| / tau and 1 / tau; numbers that can be read for nothing are worked out as numbers."""
-    if isinstance(tau, Tensor):
-        if not readable(tau):
-            return _offset(threshold, wide, tau), 1.0 / tau
-        tau = float(tau)
-    if threshold.ndim == 0 and readable(threshold):
-        t = float(threshold)
-        return wide.new_full((), -t * abs(t) / tau), 1.0 / tau
-    return _offset(threshold, wide, tau), 1.0 / tau
+def _gradient(weight: Tensor, threshold: Threshold, tau: Temperature, grad: Tensor) -> Tensor:
+    """Equation 2 in operations that a compiler fuses and autograd differentiates."""
+    wide = weight.to(compute_dtype(weight.dtype))
+    mask = _mask(wide, threshold, tau)
+    softness = torch.ops.aten.sigmoid_backward.default(wide, mask)
+    return ((mask + softness * (2.0 / tau) * wide) * grad).to(weight.dtype)
 
 
-def _offset(threshold: Tensor, wide: Tensor, tau: Temperature) -> Tensor:
-    t = threshold.to(wide.dtype)
-    return t * t.abs() * (-1.0 / tau)
+def _mask(wide: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
+    if isinstance(threshold, Tensor):
+        t = threshold.detach().to(wide.dtype)
+        offset = t * t.abs() * (-1.0 / tau)
+    else:
+        offset = -threshold * abs(threshold) / tau
+    # The first operand is the weight: a broadcast threshold must have no say in the memory format.
+    return wide.square().mul_(1.0 / tau).add_(offset).sigmoid_()
 
 
-def _mask_formula(wide: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:
-    return torch.sigmoid(wide * wide * (1.0 / tau) + _offset(threshold, wide, tau))
-
-
-def _slope_formula(wide: Tensor, threshold: Tensor, tau: Temperature) -> Tensor:
-    mask = _mask_formula(wide, threshold, tau)
-    return mask + wide * (wide * (mask * (1.0 - mask))) * (2.0 / tau)
+def _number(value: Tensor | float) -> Tensor | float:
+    """The number in a 0-dim tensor that can be read for nothing; anything else as it is."""
+    if isinstance(value, Tensor) and value.ndim == 0 and readable(value):
+        return float(value.detach())
+    return value

@@ -37,7 +37,7 @@ def threshold(weight: Tensor, count: Tensor) -> Tensor:
 def _threshold(weight: Tensor, count: Tensor) -> Tensor:
     dtype = compute_dtype(weight.dtype)
     if weight.device.type != "cpu":
-        return _threshold_by_sort(weight, count, dtype)
+        return threshold_by_sort(weight, count, dtype)
     pruned = min(int(count), weight.numel() - 1)
     if pruned <= 0:
         return weight.new_full((), -math.inf, dtype=dtype)
@@ -45,8 +45,8 @@ def _threshold(weight: Tensor, count: Tensor) -> Tensor:
     return weight.new_full((), float(0.5 * largest_pruned + 0.5 * smallest_kept), dtype=dtype)
 
 
-def _threshold_by_sort(weight: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """Do the same in tensor operations only, so that a device is never waited for."""
+def threshold_by_sort(weight: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """Do `threshold` in tensor operations only, so that a device is never waited for."""
     pruned = count.clamp(0, weight.numel() - 1)
     largest_pruned, smallest_kept = kth_and_next_by_sort(storage_order(weight).to(dtype).abs(), pruned)
     return torch.where(pruned > 0, 0.5 * largest_pruned + 0.5 * smallest_kept, -math.inf)

@@ -1,5 +1,6 @@
 """Listening to a model while it runs, and telling a recorder."""
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Generator
@@ -84,6 +85,9 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         recorder.findings.asked |= user_frame(caller) is caller
         return compiling_now()
 
+    # torch.compile notes functions when it is first imported, which a torch function mode does in passing;
+    # it must not find ours in their place.
+    importlib.import_module("torch._dynamo")
     compiling_now = torch.compiler.is_compiling
     with (
         replaced(torch.compiler, "is_compiling", is_compiling),

@@ -36,7 +36,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(images: Path, out: Path, *more: str, epochs: int = 4) -> list[str]:
-    ramp = ["--start", "0", "--epsilon", "0.5", "--sparsity", "0.5"]
+    ramp = ["--ramp-start", "0", "--ramp-epsilon", "0.5", "--sparsity", "0.5"]
     small = ["--image-size", "32", "--batch", "16", "--workers", "0", "--epochs", str(epochs)]
     return [str(images), "--out", str(out), *ramp, *small, *more]
 

@@ -45,10 +45,12 @@ def batch(seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, 10, (size,), generator=generator)
 
 
-def prepared(rule: Rule, schedule: Schedule = RAMP, width: int = 8) -> fx.GraphModule:
+def prepared(
+    rule: Rule, schedule: Schedule = RAMP, width: int = 8, tau: float | str = 1e-4
+) -> fx.GraphModule:
     """The net, the same at every call, prepared for ``rule``."""
     torch.manual_seed(0)
-    return pdp_fx.prepare(Net(width), PruneSpec(rule, schedule=schedule), batch()[0])
+    return pdp_fx.prepare(Net(width), PruneSpec(rule, schedule=schedule, tau=tau), batch()[0])
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,7 +1,10 @@
 """torch.compile: one graph, no recompilation while the ratio ramps, the losses of eager mode."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -12,6 +15,8 @@ from torch._dynamo.utils import counters
 
 from pdp_fx.spec import Rule
 from tests.training.nets import RULES, batch, prepared, pruned_counts, sgd, training_step
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +74,21 @@ def test_step_takes_a_compiled_model() -> None:
     compiled = cast(nn.Module, torch.compile(model, backend="eager"))
     training_step(compiled, sgd(compiled), 0)
     assert int(model.get_buffer("pdp.counter")) == 1
+
+
+COMPILE_FIRST_THING = """
+import torch
+from tests.training.nets import RULES, batch, prepared
+model = prepared(RULES["unstructured"])
+torch.compile(model, fullgraph=True, backend="aot_eager")(batch()[0]).sum().backward()
+"""
+
+
+def test_a_fresh_process_compiles_what_it_has_prepared() -> None:
+    """Other tests import torch.compile before they trace a model, which hides what tracing replaces."""
+    command = [sys.executable, "-W", "error::UserWarning", "-c", COMPILE_FIRST_THING]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import pdp_fx
-from pdp_fx import PruneSpec, Schedule
+from pdp_fx import PruneSpec, Schedule, StateError
 from pdp_fx.spec import Rule
 from tests.training.nets import RAMP, RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
 
@@ -127,14 +127,19 @@ def test_averaged_weights_follow_and_convert(rule: Rule) -> None:
     torch.testing.assert_close(small(images), average.eval()(images), rtol=1e-5, atol=1e-5)
 
 
-def test_averaging_the_buffers_too_keeps_the_schedule() -> None:
+def test_an_average_of_the_schedule_itself_is_refused_and_can_be_mended() -> None:
     model = prepared(RULES["unstructured"])
     optimizer = sgd(model)
     average = AveragedModel(model, use_buffers=True)
-    for seed in range(6):
+    for seed in range(8):
         training_step(model, optimizer, seed)
         average.update_parameters(model)
-    assert sum(pruned_counts(average.module)) > 0
+    with pytest.raises(StateError, match=r"average\.module\.pdp\.load_state_dict"):
+        pdp_fx.convert(average)
+    state(average.module).load_state_dict(state(model).state_dict())
+    small = pdp_fx.convert(average)
+    zeros = sum(int((parameter == 0).sum()) for parameter in small.parameters() if parameter.ndim > 1)
+    assert zeros == sum(pruned_counts(model))
 
 
 @every_rule
