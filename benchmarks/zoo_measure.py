@@ -37,6 +37,8 @@ SPECS = {
     "unstructured": pdp_fx.Unstructured(0.5),
     "nm": pdp_fx.NM(2, 4),
 }
+TRAINED_ON = 2
+"""Examples in a batch; models are traced on one, to see that a graph keeps no batch size."""
 MOST_PARAMETERS = 150_000_000
 Result = dict[str, Any]
 
@@ -98,8 +100,8 @@ def measure(job: Job) -> None:
     dtype = torch.float64 if job.double else torch.float32
     draw = _drawing(subject, dtype)
     model = subject.model.to(dtype)
-    example, other = draw(), draw()
-    liven(model, example)
+    example, other = draw(1), draw(TRAINED_ON)
+    liven(model, other)
     dense = mmacs(model, example)
     report({"mmacs": dense, "memory_model_mb": peak_mb()})
     shapes = [tensor.shape for tensor in model.state_dict().values()]
@@ -122,7 +124,7 @@ def _drawing(subject: Subject, dtype: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return lambda: tree_map(cast, subject.inputs())
+    return lambda batch: tree_map(cast, subject.inputs(batch))
 
 
 def _measure_ours(
@@ -135,9 +137,9 @@ def _measure_ours(
     spec = pdp_fx.PruneSpec(SPECS[job.granularity], schedule=pdp_fx.Schedule(0, 1.0), allocation="uniform")
     prepared = pdp_fx.prepare(model, spec, batches[0])
     report({"prepare_s": time.process_time() - traced} | _structure(prepared))
-    train(prepared, [draw(), draw()])
+    train(prepared, [draw(TRAINED_ON), draw(TRAINED_ON)])
     pdp_fx.step(prepared)
-    train(prepared, [draw()])
+    train(prepared, [draw(TRAINED_ON)])
     prepared.eval()
     started = time.process_time()
     converted = pdp_fx.convert(prepared)

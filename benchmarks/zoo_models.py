@@ -1,7 +1,7 @@
 """The models of the zoo benchmark: torchvision, timm and transformers, all without pretrained weights.
 
-A `Subject` is a model with a function that draws inputs for it. Batches hold two examples, since
-BatchNorm cannot train on one pixel of one example.
+A `Subject` is a model with a function that draws inputs for it: batches of the size that is asked
+for, except where the number of examples is part of what a model is given, as in a list of pictures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from benchmarks import zoo_transformers
 from benchmarks.zoo_outputs import Arguments
 
-BATCH = 2
 ZOOS = ("torchvision", "timm", "transformers")
 
 
@@ -29,7 +28,7 @@ class Subject:
     """A model and its inputs: positional arguments as a tuple, or keyword arguments as a dict."""
 
     model: nn.Module
-    inputs: Callable[[], Arguments]
+    inputs: Callable[[int], Arguments]
 
 
 def names(zoo: str, cache: Path) -> list[str]:
@@ -65,27 +64,27 @@ def _torchvision(name: str) -> Subject:
     return Subject(builder(**options), TORCHVISION_INPUTS.get(task, _picture)(name))
 
 
-def _picture(name: str) -> Callable[[], Arguments]:
+def _picture(name: str) -> Callable[[int], Arguments]:
     size = 299 if name == "inception_v3" else 224
-    return lambda: (torch.randn(BATCH, 3, size, size),)
+    return lambda batch: (torch.randn(batch, 3, size, size),)
 
 
-def _scene(name: str) -> Callable[[], Arguments]:
-    return lambda: (torch.randn(BATCH, 3, 128, 128),)
+def _scene(name: str) -> Callable[[int], Arguments]:
+    return lambda batch: (torch.randn(batch, 3, 128, 128),)
 
 
-def _clip(name: str) -> Callable[[], Arguments]:
+def _clip(name: str) -> Callable[[int], Arguments]:
     frames, size = (16, 224) if name.startswith("mvit") else (8, 112)
     if name == "s3d":
         frames, size = 16, 224
-    return lambda: (torch.randn(BATCH, 3, frames, size, size),)
+    return lambda batch: (torch.randn(batch, 3, frames, size, size),)
 
 
-def _two_frames(name: str) -> Callable[[], Arguments]:
-    return lambda: (torch.randn(BATCH, 3, 128, 128), torch.randn(BATCH, 3, 128, 128))
+def _two_frames(name: str) -> Callable[[int], Arguments]:
+    return lambda batch: (torch.randn(batch, 3, 128, 128), torch.randn(batch, 3, 128, 128))
 
 
-def _labelled(name: str) -> Callable[[], Arguments]:
+def _labelled(name: str) -> Callable[[int], Arguments]:
     """Two pictures of one size, each with one box; an untrained detector ignores the box in eval mode."""
 
     def target() -> dict[str, Tensor]:
@@ -96,7 +95,7 @@ def _labelled(name: str) -> Callable[[], Arguments]:
             found["keypoints"] = torch.tensor([[[30.0, 40.0, 1.0]] * 17])
         return found
 
-    return lambda: ([torch.rand(3, 128, 128) for _ in range(BATCH)], [target() for _ in range(BATCH)])
+    return lambda _: ([torch.rand(3, 128, 128) for _ in range(2)], [target() for _ in range(2)])
 
 
 TORCHVISION_INPUTS = {
@@ -110,7 +109,7 @@ TORCHVISION_INPUTS = {
 def _timm(name: str) -> Subject:
     model = importlib.import_module("timm").create_model(name, pretrained=False)
     size = tuple(model.pretrained_cfg.get("input_size", (3, 224, 224)))
-    return Subject(model, lambda: (torch.randn(BATCH, *size),))
+    return Subject(model, lambda batch: (torch.randn(batch, *size),))
 
 
 def _smallest_of_timm(path: Path) -> list[str]:

@@ -25,7 +25,7 @@ class Made:
     model: str
     config: str
     options: dict[str, Any]
-    inputs: Callable[[], dict[str, Any]]
+    inputs: Callable[[int], dict[str, Any]]
 
     def build(self) -> nn.Module:
         """Build the model with random weights."""
@@ -33,26 +33,26 @@ class Made:
         return getattr(library, self.model)(getattr(library, self.config)(**self.options))
 
 
-def _words() -> dict[str, Any]:
+def _words(batch: int) -> dict[str, Any]:
     return {
-        "input_ids": torch.randint(2, WORDS, (2, 12)),
-        "attention_mask": torch.ones(2, 12, dtype=torch.int64),
+        "input_ids": torch.randint(2, WORDS, (batch, 12)),
+        "attention_mask": torch.ones(batch, 12, dtype=torch.int64),
     }
 
 
-def _pairs() -> dict[str, Any]:
+def _pairs(batch: int) -> dict[str, Any]:
     return {
-        "input_ids": torch.randint(2, WORDS, (2, 12)),
-        "decoder_input_ids": torch.randint(2, WORDS, (2, 7)),
+        "input_ids": torch.randint(2, WORDS, (batch, 12)),
+        "decoder_input_ids": torch.randint(2, WORDS, (batch, 7)),
     }
 
 
-def _pictures() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(2, 3, 64, 64)}
+def _pictures(batch: int) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(batch, 3, 64, 64)}
 
 
-def _sounds() -> dict[str, Any]:
-    return {"input_values": torch.randn(2, 4000)}
+def _sounds(batch: int) -> dict[str, Any]:
+    return {"input_values": torch.randn(batch, 4000)}
 
 
 MODELS: dict[str, Made] = {

@@ -132,7 +132,7 @@ def test_the_summary_counts_by_zoo_and_leaves_skipped_models_out() -> None:
 def test_the_transformers_of_the_zoo_have_inputs_that_fit() -> None:
     pytest.importorskip("transformers")
     subject = zoo_models.build("transformers", "distilbert")
-    inputs = subject.inputs()
+    inputs = subject.inputs(2)
     assert isinstance(inputs, dict)
     assert subject.model(**inputs)[0].shape == (2, 12, 64)
     assert len(zoo_transformers.MODELS) == 15
