@@ -34,7 +34,7 @@ class Cumulative(Small):
 def measured(
     job: Job, model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Any:
-    subject = Subject(model, lambda: (torch.randn(2, 3, 6, 6),))
+    subject = Subject(model, lambda batch: (torch.randn(2, 3, 6, 6),))
 
     def build(zoo: str, name: str) -> Subject:
         return subject
