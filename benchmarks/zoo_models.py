@@ -61,6 +61,9 @@ def _torchvision(name: str) -> Subject:
         # An untrained detector is sure of nothing; it would return no box at all.
         limit = "score_thresh" if name.startswith(("ssd", "retinanet", "fcos")) else "box_score_thresh"
         options[limit] = 0.0
+        if not name.startswith("ssd"):
+            # Otherwise every picture is blown up to 800 pixels.
+            options |= {"min_size": 128, "max_size": 128}
     return Subject(builder(**options), TORCHVISION_INPUTS.get(task, _picture)(name))
 
 

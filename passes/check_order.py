@@ -58,6 +58,10 @@ def _new_meetings(shrunk: Shrunk, after: ChannelMap) -> int:
     loose = (pairs[0] >= 0) & (roots[0] != roots[1])
     # A channel that must stay meets one that may go only inside a slice that is kept or dropped whole.
     loose &= np.isin(roots[0], before.stays) == np.isin(roots[1], before.stays)
+    # Where a single head is left, a value shared by all heads meets it by channels; with several heads it
+    # stayed, and was followed no further.
+    unseen = ~np.isin(pairs, before.pairs).all(axis=0)
+    loose &= ~(unseen & np.isin(roots[0], before.stays))
     pairs = pairs[:, loose]
     count = len(before.classes)
     return int((~np.isin(pairs[0] * count + pairs[1], before.pairs[0] * count + before.pairs[1])).sum())

@@ -71,9 +71,9 @@ class Channels:
         mac_reduction: share of the multiply-accumulates to save, 0 < mac_reduction < 1; 0.5 halves them.
         round_to: the kept channel count is a multiple of this (16 suits AVX-512), where the layer allows it.
         min_channels: the least number of channels a layer keeps.
-        through_norms: whether channels that LayerNorm, RMSNorm or a mean runs over may go too, such as the
-            residual stream of a transformer; their statistics then run over the kept channels while training.
-            GroupNorm always does.
+        through_norms: whether the channels of a residual stream that LayerNorm, RMSNorm or a mean runs over
+            may go too. The statistics of norms run over the kept channels while training; those of GroupNorm
+            and of norms inside a block always do.
 
     Raises:
         SpecError: neither or both targets are given, or a value is out of its range.

@@ -112,7 +112,7 @@ class PruneSpec:
 
     @property
     def through_norms(self) -> bool:
-        """Whether any rule lets channels go that LayerNorm, RMSNorm or a mean runs over."""
+        """Whether any rule lets residual streams go that LayerNorm, RMSNorm or a mean runs over."""
         rules = [self.default, *(rule for _, rule in self.overrides)]
         return any(isinstance(rule, Channels) and rule.through_norms for rule in rules)
 

@@ -31,6 +31,7 @@ from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.channels.running import place_arguments, run
+from pdp_fx.channels.streams import keep_streams
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 
@@ -55,10 +56,10 @@ def analyse(
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
         maskable: names of the parameters that a mask can be put on.
-        through_norms: whether channels that LayerNorm, RMSNorm or a mean runs over may go.
+        through_norms: whether residual streams that LayerNorm, RMSNorm or a mean runs over may go.
         grouped: weights of grouped convolutions, also where each group has a single channel left.
     """
-    flow = LabelFlow(gm, maskable, rule_of, through_norms)
+    flow = LabelFlow(gm, maskable, rule_of)
     flow.record.grouped |= grouped
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
@@ -76,7 +77,7 @@ def analyse(
     record = run(gm, inputs, flow, after, can_mask)
     tensors = [leaf for leaf in tree_leaves(place_arguments(gm, inputs)) if isinstance(leaf, Tensor)]
     batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
-    return _solve(record, batch)
+    return _solve(record, batch, None if through_norms else gm.graph)
 
 
 def _settle_norm(flow: LabelFlow, result: Any) -> None:
@@ -111,13 +112,15 @@ def _unknown(call: Call, flow: LabelFlow) -> None:
             flow.put(leaf, ())
 
 
-def _solve(record: Record, batch: int) -> ChannelMap:
-    """Turn what the run has collected into classes and groups."""
+def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
+    """Turn what the run has collected into classes and groups; in ``gated`` residual streams stay."""
     classes = make_rectangular(record.grids, record.ties)
     for ids, axis, reason in record.counted:
         grid = classes[ids.numpy()]
         if (grid != np.take(grid, [0], axis)).any():
             record.ties.freeze(ids, reason)
+    if gated is not None:
+        keep_streams(record, gated, classes)
     reasons = record.ties.frozen(classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     makers = _makers(record.producers, slots)

@@ -44,15 +44,10 @@ class LabelFlow(TorchDispatchMode):
         gm: the graph module; its parameters and buffers are labelled axis by axis.
         maskable: names of the parameters that a mask can be put on.
         rules: finds the rule of an operation.
-        through_norms: whether channels that LayerNorm, RMSNorm or a mean runs over may go.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, maskable: frozenset[str], rules: Callable[[Call], Rule], through_norms: bool
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, maskable: frozenset[str], rules: Callable[[Call], Rule]) -> None:
         super().__init__()
-        self.through_norms = through_norms
-        self.norm_remedy = "" if through_norms else "Channels(through_norms=True) gives it masked statistics"
         self.record = Record()
         self.node = "input"
         self.source = ""
@@ -161,12 +156,13 @@ class LabelFlow(TorchDispatchMode):
             layer = Layer(first, layer.zero.all(dim=axis, keepdim=True), (layer,), free=layer.free)
         return layer
 
-    def normalise(self, layer: Layer, axis: int, why: str) -> bool:
+    def normalise(self, layer: Layer, axis: int, why: str, gated: bool) -> bool:
         """Note that statistics run over this layer's channels; freeze them where no mask can be given."""
         if self.masks_norm and layer.support == frozenset({axis}):
-            self.record.norms.append(NormSite(self.node, axis, layer.ids.reshape(-1)))
+            ids = layer.ids.reshape(-1)
+            self.record.norms.append(NormSite(self.node, axis, ids, gated, self.source, why))
             return True
-        self.freeze(layer.ids, why, self.norm_remedy)
+        self.freeze(layer.ids, why)
         return False
 
     def demand(self, layer: Layer) -> None:

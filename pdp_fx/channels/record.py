@@ -37,11 +37,17 @@ class NormSite:
         node: the graph node.
         axis: the axis of its input that the channels lie along.
         ids: the labels along that axis.
+        gated: whether a residual stream goes through it only if the spec says so.
+        source: the line of code that made the node.
+        why: what keeps the channels without a mask.
     """
 
     node: str
     axis: int
     ids: Tensor
+    gated: bool
+    source: str
+    why: str
 
 
 @dataclass(frozen=True)

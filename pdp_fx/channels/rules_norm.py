@@ -2,7 +2,7 @@
 
 BatchNorm works channel by channel: whatever reaches it, its own weight and bias decide the
 channel's value, so a mask on these two makes the channel 0. Norms whose statistics run over the
-channels themselves change when a channel is dropped, and freeze them.
+channels themselves change when a channel is dropped, unless they are given a mask of the channels.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
             if groups > 1:
                 grid = layer.ids.reshape(groups, -1)
                 flow.bind(grid, grid[:1])
-            if (groups or flow.through_norms) and flow.normalise(layer, axis, why):
+            if flow.normalise(layer, axis, why, gated=not groups):
                 masked = True
                 kept.append(Layer(layer.ids, torch.ones_like(layer.zero)))
                 for tensor in affine:
                     _tie_affine(tensor, layer, flow)
                 continue
-        moved = flow.without(layer, normalised, why, flow.norm_remedy)
+        moved = flow.without(layer, normalised, why)
         if moved is not None:
             kept.append(Layer(moved.ids, moved.zero & (len(affine) < 2), (moved,)))
     if not masked:
@@ -158,10 +158,10 @@ def reduction(call: Call, flow: LabelFlow) -> None:
             consume(layer, layer, flow)
             continue
         why = f"{packet.__name__} runs over these channels"
-        if packet is aten.mean and layer.support <= axes and len(layer.support) == 1 and flow.through_norms:
-            flow.normalise(layer, min(layer.support), why)
+        if packet is aten.mean and layer.support <= axes and len(layer.support) == 1:
+            flow.normalise(layer, min(layer.support), why, gated=True)
             continue
-        moved = flow.without(layer, axes, why, flow.norm_remedy if packet is aten.mean else "")
+        moved = flow.without(layer, axes, why)
         if moved is not None:
             kept.append(_reduced(moved, axes, keepdim, packet))
     for result in results:

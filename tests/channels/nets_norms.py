@@ -5,11 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.channels.construct import Construct, images, sequences
-from tests.channels.nets_refusals import LayerNormOfImage, RmsNormByHand, RmsNormStream
-
-
-class ThroughLayerNormOfImage(LayerNormOfImage):
-    pass
+from tests.channels.nets_refusals import RmsNormByHand, RmsNormStream
 
 
 class ThroughRmsNorm(RmsNormStream):
@@ -131,16 +127,52 @@ class SharedNorm(nn.Module):
         return self.head(torch.cat([self.norm(self.left(x)), F.relu(self.norm(self.right(x)))], -1))
 
 
+class NormInsideBlock(nn.Module):
+    """The norm of a hidden layer is masked, the norm of the stream keeps its channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up, self.gate, self.down = (
+            nn.Linear(6, 8), nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8),
+        )  # fmt: skip
+        self.outer, self.inner, self.head = nn.LayerNorm(8), nn.LayerNorm(12), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        read = self.outer(x)
+        x = x + self.down(self.inner(self.up(read) * F.silu(self.gate(read))))
+        return self.head(x)
+
+
+class GlobalResponseNorm(nn.Module):
+    """A hidden layer whose channels are scaled by their share of the mean response (ConvNeXt V2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up, self.down = nn.Conv2d(3, 8, 3), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.scale, self.shift = nn.Parameter(torch.randn(12)), nn.Parameter(torch.randn(12))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).permute(0, 2, 3, 1)
+        hidden = F.gelu(self.up(F.layer_norm(x, (8,))))
+        response = torch.linalg.vector_norm(hidden, dim=(1, 2), keepdim=True)
+        share = response / (response.mean(dim=-1, keepdim=True) + 1e-6)
+        x = x + self.down(self.scale * (hidden * share) + self.shift + hidden)
+        return self.head(x.mean((1, 2)))
+
+
 NORMS = (
-    Construct(ThroughLayerNormOfImage, images(), removed=7, through_norms=True),
+    Construct(NormInsideBlock, sequences(), removed=12, reason="statistics of layer_norm"),
+    Construct(GlobalResponseNorm, images(), removed=6, reason="statistics of layer_norm"),
     Construct(ThroughRmsNorm, sequences(), removed=16, through_norms=True),
     Construct(ThroughRmsNormByHand, sequences(), removed=16, through_norms=True),
     Construct(TransformerBlock, sequences(), removed=32, through_norms=True),
     Construct(GroupNormResidual, images(), removed=16, through_norms=True),
-    Construct(NormOfJoined, sequences(), removed=6, through_norms=True),
-    Construct(NormWithInput, sequences(), removed=4, through_norms=True),
-    Construct(NormWithoutAffineParts, sequences(), removed=4, through_norms=True),
-    Construct(FunctionalLayerNorm, sequences(), removed=4, through_norms=True),
-    Construct(NormOfTwoAxes, images(), through_norms=True, reason="statistics of layer_norm"),
-    Construct(SharedNorm, sequences(), removed=8, through_norms=True),
+    Construct(NormOfJoined, sequences(), removed=6),
+    Construct(NormWithInput, sequences(), removed=4),
+    Construct(NormWithoutAffineParts, sequences(), removed=4),
+    Construct(FunctionalLayerNorm, sequences(), removed=4),
+    Construct(NormOfTwoAxes, images(), reason="statistics of layer_norm"),
+    Construct(SharedNorm, sequences(), removed=8),
 )

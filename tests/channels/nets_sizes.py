@@ -290,7 +290,7 @@ SIZES = (
     Construct(UnrolledCell, sequences(), removed=8),
     Construct(GatedCell, sequences(), removed=20),
     Construct(CosineOfTwo, sequences(), removed=8),
-    Construct(MeanOfHeads, sequences(), removed=4, reason="mean runs over these channels"),
+    Construct(MeanOfHeads, sequences(), removed=4),
     Construct(TalkingHeads, sequences(), removed=12),
     Construct(PaddedEmbedding, words(), removed=7),
     Construct(BagOfWords, words(), removed=3),

@@ -1,0 +1,55 @@
+"""Residual streams: channels that a layer adds to after it has read them.
+
+A norm over the channels inside a block can have masked statistics without anybody noticing. A
+stream runs through the whole network, every norm on its way included, so pruning it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from torch import fx
+
+from pdp_fx.channels.labels import Reason
+from pdp_fx.channels.record import Record
+
+REMEDY = "Channels(through_norms=True) gives it masked statistics"
+
+
+def keep_streams(record: Record, graph: fx.Graph, classes: np.ndarray) -> None:
+    """Freeze the channels of residual streams where norms run over them."""
+    gated = [site for site in record.norms if site.gated]
+    if not gated:
+        return
+    made_by: dict[int, set[str]] = {}
+    for slot in record.producers:
+        for root in np.unique(classes[record.slots[slot].numpy()]).tolist():
+            made_by.setdefault(root, set()).add(slot.tensor)
+    above = _tensors_above(record, graph, {name for names in made_by.values() for name in names})
+    streams = {frozenset(names) for names in made_by.values()}
+    residual = {names for names in streams if any(above[name] & names - {name} for name in names)}
+    for site in gated:
+        roots = np.unique(classes[site.ids.numpy()]).tolist()
+        if any(frozenset(made_by.get(root, ())) in residual for root in roots):
+            record.ties.freeze(site.ids, Reason(site.node, site.source, site.why, REMEDY))
+
+
+def _tensors_above(record: Record, graph: fx.Graph, names: Iterable[str]) -> dict[str, set[str]]:
+    """For each parameter the others that its output depends on."""
+    readers: dict[str, set[str]] = {}
+    for name in names:
+        for reader in (name, name.rpartition(".")[0]):
+            readers.setdefault(reader, set()).add(name)
+    used_at: dict[str, set[str]] = {}
+    for use in record.contractions:
+        used_at.setdefault(use.node, set()).add(use.weight)
+    above: dict[str, set[str]] = {name: set() for name in names}
+    before: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        before[node] = frozenset[str]().union(*(before[source] for source in node.all_input_nodes))
+        here = readers.get(str(node.target), set()) if node.op in ("call_module", "get_attr") else set[str]()
+        for name in here | (used_at.get(node.name, set()) & above.keys()):
+            above[name] |= before[node]
+            before[node] |= {name}
+    return above
