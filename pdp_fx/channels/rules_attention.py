@@ -7,6 +7,8 @@ are tied along the matrix axis.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import along, consume
 
 aten = torch.ops.aten
+
+SCALED = "attention divides by the root of the number of these channels"
+SCALED_REMEDY = "give scaled_dot_product_attention its scale as a number"
 
 
 def heads_first(tensor: Tensor, heads: int, flow: LabelFlow) -> list[Layer]:
@@ -110,6 +115,20 @@ def attention(call: Call, flow: LabelFlow) -> None:
     kept += [layer for layer in (inside,) if layer is not None]
     kept += [Layer(t.ids, torch.zeros_like(t.zero), (t,)) for t in (tokens,) if t is not None]
     flow.put(result, kept)
+
+
+def keep_scale(flow: LabelFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep the dimensions of q and k where attention works out its scale from their number.
+
+    The operations that torch may break attention into are given the scale as a number.
+    """
+    if kwargs.get("scale") is not None:
+        return
+    named = dict(zip(("query", "key"), args, strict=False)) | kwargs
+    for tensor in (named["query"], named["key"]):
+        for layer in flow.layers(tensor):
+            if tensor.ndim - 1 in layer.support:
+                flow.without(layer, frozenset({tensor.ndim - 1}), SCALED, SCALED_REMEDY)
 
 
 def _repeated(layer: Layer | None, heads: int) -> Layer | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Labelled, Record
+from pdp_fx.channels.rules_attention import keep_scale
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
@@ -34,6 +36,8 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.source = str(n.meta.get("source", ""))
         self.flow.sized = []
         self.flow.masks_norm = self.can_mask(n)
+        if n.target is functional.scaled_dot_product_attention:
+            keep_scale(self.flow, *self.fetch_args_kwargs_from_env(n))
         result = self.run_unseen(n) if is_opaque(self.module, n) else super().run_node(n)
         self.after(n, self.flow, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

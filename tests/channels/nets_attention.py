@@ -99,6 +99,27 @@ class BatchedHeads(QkvHardCoded):
         return x + self.out(y.view(b, HEADS, t, SIZE).transpose(1, 2).reshape(b, t, -1))
 
 
+class WideValues(nn.Module):
+    """One head whose values are wider than its queries, with the scale that torch works out (iFormer)."""
+
+    scale: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.v, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unsqueeze(1) for layer in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, scale=self.scale).squeeze(1))
+
+
+class WideValuesScaled(WideValues):
+    """The same with a scale of its own, which no number of channels changes."""
+
+    scale = 0.4
+
+
 class PackedQkv(nn.Module):
     """One layer makes q, k and v, taken apart by reshape, permute and unbind (timm)."""
 
@@ -309,6 +330,8 @@ ATTENTION = (
     Construct(Causal, sequences(), removed=HEAD_PRUNING),
     Construct(SingleHead, sequences(), removed=HEAD_PRUNING),
     Construct(BatchedHeads, sequences(), removed=HEAD_PRUNING),
+    Construct(WideValues, sequences(), removed=4, reason="attention divides by the root of the number"),
+    Construct(WideValuesScaled, sequences(), removed=8),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvIndexed, sequences(), removed=HEAD_PRUNING),
