@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import pdp_fx
 from benchmarks.zoo_models import Subject, build
-from benchmarks.zoo_outputs import Arguments, call, difference, mmacs, verdict
+from benchmarks.zoo_outputs import TOLERANCE, Arguments, call, difference, in_dtype, mmacs, verdict
 from benchmarks.zoo_peer import measure_peer
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.errors import PassError, PdpError, VerifyError
@@ -121,10 +120,7 @@ def measure(job: Job) -> None:
 
 
 def _drawing(subject: Subject, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return lambda batch: tree_map(cast, subject.inputs(batch))
+    return lambda batch: in_dtype(subject.inputs(batch), dtype)
 
 
 def _measure_ours(
@@ -146,9 +142,20 @@ def _measure_ours(
     report({"convert_s": time.process_time() - started})
     worst = difference(prepared, converted, batches)
     report({"status": verdict(worst, model), "difference": worst})
+    if worst > TOLERANCE[torch.float32]:
+        _decide_in_double(prepared, batches)
     weights = [p for p in converted.parameters() if p.ndim > 1]
     zeros = sum(int((p == 0).sum()) for p in weights) / max(sum(p.numel() for p in weights), 1)
     report({"macs_removed": 1 - mmacs(converted, batches[0]) / dense, "zeros": zeros})
+
+
+def _decide_in_double(prepared: nn.Module, batches: tuple[Arguments, Arguments]) -> None:
+    """Tell a wrong channel from rounding, which may change the order of boxes that are all but equal."""
+    exact = copy.deepcopy(prepared).double()
+    worst = difference(
+        exact, pdp_fx.convert(exact), tuple(in_dtype(batch, torch.float64) for batch in batches)
+    )
+    report({"status": verdict(worst, exact), "difference_double": worst})
 
 
 def _structure(prepared: nn.Module) -> Result:

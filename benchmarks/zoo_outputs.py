@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 Arguments = tuple[Any, ...] | dict[str, Any]
@@ -18,6 +18,15 @@ def call(model: nn.Module, inputs: Arguments) -> list[Tensor]:
     """All floating-point outputs."""
     result = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def in_dtype(inputs: Arguments, dtype: torch.dtype) -> Arguments:
+    """The inputs with floating-point tensors in ``dtype``."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, inputs)
 
 
 def difference(model: nn.Module, other: nn.Module, batches: tuple[Arguments, ...]) -> float:

@@ -12,7 +12,8 @@ from tabulate import tabulate
 
 Result = dict[str, Any]
 COLUMNS: tuple[str, ...] = (
-    "zoo", "name", "granularity", "double", "status", "difference", "parameters", "mmacs", "macs_prunable",
+    "zoo", "name", "granularity", "double", "status", "difference", "difference_double",
+    "parameters", "mmacs", "macs_prunable",
     "macs_removed", "zeros", "groups", "frozen", "reasons", "trace_s", "prepare_s", "convert_s",
     "memory_model_mb", "memory_mb", "seconds", "intact", "peer_status", "peer_difference",
     "peer_macs_removed", "peer_s",
