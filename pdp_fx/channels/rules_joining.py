@@ -12,6 +12,9 @@ from pdp_fx.channels.rules_layout import laid_out_anew
 
 aten = torch.ops.aten
 
+BARE = "these channels are joined with values that have none along this axis"
+BARE_REMEDY = "free what keeps those values, or give them a layer of their own"
+
 
 @rule(aten.cat)
 def cat(call: Call, flow: LabelFlow) -> None:
@@ -49,6 +52,7 @@ def _join(tensors: list[Tensor], axis: int, result: Tensor, flow: LabelFlow) -> 
 
 def _tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
     """Tie layers that lie along the same axes in every tensor; freeze the others."""
+    across = _without_bare_axes(across, flow)
     merged: list[Layer] = []
     for layer in across[0]:
         peers = [next((p for p in layers if p.support == layer.support), None) for layers in across]
@@ -63,9 +67,22 @@ def _tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
     for layers in across:
         for layer in layers:
             if id(layer) not in matched:
-                why = "these channels are joined with values that have none along this axis"
-                flow.freeze(layer.ids, why, "free what keeps those values, or give them a layer of their own")
+                flow.freeze(layer.ids, BARE, BARE_REMEDY)
     return merged
+
+
+def _without_bare_axes(across: list[list[Layer]], flow: LabelFlow) -> list[list[Layer]]:
+    """Drop nothing along an axis on which another tensor has no labels.
+
+    Of channels that lie along two axes, such as those of heads, whole slices across it can still go.
+    """
+    while True:
+        covered = [frozenset[int]().union(*(layer.support for layer in layers)) for layers in across]
+        bare = frozenset[int]().union(*covered) - covered[0].intersection(*covered)
+        if not bare:
+            return across
+        kept = [[flow.without(layer, bare, BARE, BARE_REMEDY) for layer in layers] for layers in across]
+        across = [[layer for layer in layers if layer is not None] for layers in kept]
 
 
 def _piece(found: list[Layer], tensor: Tensor, axis: int, flow: LabelFlow) -> Layer:

@@ -120,6 +120,28 @@ class WideValuesScaled(WideValues):
     scale = 0.4
 
 
+class PrefixAndRotated(nn.Module):
+    """The first token keeps its place, the others are turned by tables that all heads share (DINOv3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, WIDTH)
+        angles = torch.linspace(0, 1, 4 * SIZE, dtype=torch.float64).view(4, SIZE)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def turned(self, x: Tensor) -> Tensor:
+        first, rest = x[:, :, :1], x[:, :, 1:]
+        crossed = torch.stack([-rest[..., 1::2], rest[..., ::2]], -1).reshape(rest.shape)
+        return torch.cat([first, rest * self.cos + crossed * self.sin], 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (part.view(b, t, HEADS, SIZE).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v)
+        return x + self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
 class PackedQkv(nn.Module):
     """One layer makes q, k and v, taken apart by reshape, permute and unbind (timm)."""
 
@@ -332,6 +354,7 @@ ATTENTION = (
     Construct(BatchedHeads, sequences(), removed=HEAD_PRUNING),
     Construct(WideValues, sequences(), removed=4, reason="attention divides by the root of the number"),
     Construct(WideValuesScaled, sequences(), removed=8),
+    Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvIndexed, sequences(), removed=HEAD_PRUNING),
