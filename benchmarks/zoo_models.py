@@ -64,6 +64,9 @@ def _torchvision(name: str) -> Subject:
         if not name.startswith("ssd"):
             # Otherwise every picture is blown up to 800 pixels.
             options |= {"min_size": 128, "max_size": 128}
+        if "rcnn" in name:
+            # Every proposal goes through the heads, a thousand of them unless told otherwise.
+            options |= {"rpn_post_nms_top_n_train": 20, "rpn_post_nms_top_n_test": 20}
     return Subject(builder(**options), TORCHVISION_INPUTS.get(task, _picture)(name))
 
 
