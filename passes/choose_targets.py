@@ -13,7 +13,7 @@ from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
-from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
+from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.find_sites import Site, Sites
 
 
@@ -57,7 +57,7 @@ class ChooseTargets(Pass):
             rule = rules[site.parameter]
             why = _dispute(asked[site.parameter]) or _misfit(gm, site, rule)
             if why:
-                skipped.append((site.owner, why))
+                skipped.append((site.owner or site.parameter, why))
             elif isinstance(rule, (Unstructured, NM)):
                 weights.append((site, rule))
         skipped += _out_of_reach(gm, ctx)
@@ -138,15 +138,12 @@ def _dispute(asked: Asked) -> str:
 def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:
     """Why a weight cannot take its rule, or the empty string."""
     weight = gm.get_parameter(site.parameter)
-    if isinstance(rule, Unstructured) and weight.numel() < 2:
-        return "it has a single weight"
+    if isinstance(rule, Unstructured):
+        return site.unfit or ("it has a single weight" if weight.numel() < 2 else "")
     if not isinstance(rule, NM):
         return ""
-    owner = gm.get_submodule(site.owner)
-    if input_axis(owner) != 1:
-        return (
-            f"N:M runs along the input channels, which are not axis 1 of the weight of {type(owner).__name__}"
-        )
+    if site.unfit_for_groups:
+        return site.unfit_for_groups
     inputs = weight.shape[1]
     if inputs % rule.of:
         return f"{inputs} input channels do not divide into groups of {rule.of}"

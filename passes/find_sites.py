@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import fx, nn
 
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.computed_weights import Effect, effects, sources_of, stored_nodes
 from pdp_fx.errors import SpecError
-from pdp_fx.ops.kinds import WEIGHT_ARGUMENTS, kind_of, owned_names
+from pdp_fx.ops.kinds import WEIGHT_ARGUMENTS, input_axis, kind_of, owned_names
 
 
 @dataclass(frozen=True)
 class Site:
-    """A weight that a conv or linear uses.
+    """A weight that a conv or linear uses, as it is or after some computation.
 
     Attributes:
         parameter: its canonical qualified name.
         owner: the name of the module that owns it.
         nodes: the graph nodes that use it as their weight.
+        unfit: why its weights cannot be pruned one by one, or the empty string.
+        unfit_for_groups: why they cannot be pruned N:M along axis 1, or the empty string.
     """
 
     parameter: str
     owner: str
     nodes: tuple[str, ...]
+    unfit: str = ""
+    unfit_for_groups: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,12 @@ class FindSites(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         names = owned_names(gm)
-        users: dict[str, list[str]] = {}
+        uses: dict[str, list[_Use]] = {}
+        computed = _Computed(gm, names)
         for node in gm.graph.nodes:
-            for parameter in _weights_used(node, gm, names):
-                users.setdefault(parameter, []).append(node.name)
-        weights = tuple(Site(name, name.rpartition(".")[0], tuple(nodes)) for name, nodes in users.items())
+            for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
+                uses.setdefault(parameter, []).append(use)
+        weights = tuple(_site(name, found) for name, found in uses.items())
         parameters = frozenset(name for name, _ in gm.named_parameters())
         ctx.put(Sites(weights, parameters - _out_of_reach(gm, names)))
         return False
@@ -57,19 +63,101 @@ class FindSites(Pass):
             raise SpecError("the model has no conv or linear weight that can be pruned")
 
 
-def _weights_used(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> list[str]:
-    """The parameters that ``node`` uses as the weight of a conv or linear."""
-    if node.op == "call_module":
-        layers = [module for module in layers_in(gm, node) if getattr(kind_of(module), "prunable", False)]
-        # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
-        return [names[id(layer.weight)] for layer in layers if id(layer.weight) in names]
-    if node.op in ("call_function", "call_method") and node.target in WEIGHT_ARGUMENTS:
-        position = WEIGHT_ARGUMENTS[node.target]
+@dataclass(frozen=True)
+class _Use:
+    """One use of a parameter as a weight, or in one; with the reasons of `Site`.
+
+    Attributes:
+        inner: whether it is multiplied with other parameters, and not with data.
+    """
+
+    node: str
+    unfit: str = ""
+    unfit_for_groups: str = ""
+    inner: bool = False
+
+
+def _site(parameter: str, uses: list[_Use]) -> Site:
+    """What holds for one use holds for the weight; a product of parameters may be a weight itself."""
+    uses = [use for use in uses if not use.inner] or uses
+    nodes = tuple(dict.fromkeys(use.node for use in uses))
+    unfit = min((use.unfit for use in uses), key=bool)
+    unfit_for_groups = min((use.unfit or use.unfit_for_groups for use in uses), key=bool)
+    return Site(parameter, parameter.rpartition(".")[0], nodes, unfit, unfit_for_groups)
+
+
+def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> list[tuple[str, _Use]]:
+    """The weights that the modules inside ``node`` own and use."""
+    if node.op != "call_module":
+        return []
+    layers = [module for module in layers_in(gm, node) if getattr(kind_of(module), "prunable", False)]
+    # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
+    return [
+        (names[id(layer.weight)], _Use(node.name, "", "" if input_axis(layer) == 1 else _turned(layer)))
+        for layer in layers
+        if id(layer.weight) in names
+    ]
+
+
+def _turned(layer: nn.Module) -> str:
+    return f"N:M runs along the input channels, which are not axis 1 of the weight of {type(layer).__name__}"
+
+
+@dataclass
+class _Computed:
+    """Finds the parameters behind the weights that functions are given."""
+
+    gm: fx.GraphModule
+    names: dict[int, str]
+    known: dict[tuple[fx.Node, int], dict[str, Effect]] = field(default_factory=dict)
+    stored: set[fx.Node] | None = None
+
+    def weights_of(self, node: fx.Node) -> list[tuple[str, _Use]]:
+        """The parameters that ``node`` uses as its weight, or in its weight."""
+        if node.op not in ("call_function", "call_method") or node.target not in WEIGHT_ARGUMENTS:
+            return []
+        position, axis = WEIGHT_ARGUMENTS[node.target]
         weight = node.args[position] if position < len(node.args) else node.kwargs.get("weight")
-        if isinstance(weight, fx.Node) and weight.op == "get_attr":
-            tensor = _attribute(gm, str(weight.target))
-            return [names[id(tensor)]] if isinstance(tensor, nn.Parameter) else []
-    return []
+        if not isinstance(weight, fx.Node) or not self._is_stored(weight):
+            return []
+        inner = self._is_stored(node)
+        return [
+            (self.names[id(_attribute(self.gm, target))], _use(node, weight, effect, inner))
+            for target, effect in self._effects(weight, axis).items()
+        ]
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        if self.stored is None:
+            self.stored = stored_nodes(self.gm)
+        return node in self.stored
+
+    def _effects(self, weight: fx.Node, axis: int) -> dict[str, Effect]:
+        if weight.op == "get_attr":
+            own = isinstance(_attribute(self.gm, str(weight.target)), nn.Parameter)
+            return {str(weight.target): Effect(True, axis == 1)} if own else {}
+        key = (weight, axis)
+        if key not in self.known:
+            reads = dict.fromkeys(str(n.target) for n in sources_of(weight) if n.op == "get_attr")
+            matrices = [target for target in reads if _is_matrix(_attribute(self.gm, target))]
+            self.known[key] = effects(self.gm, weight, matrices, axis)
+        return self.known[key]
+
+
+def _use(node: fx.Node, weight: fx.Node, effect: Effect, inner: bool) -> _Use:
+    where = f"%{weight.name} ({weight.meta.get('source', '')})".replace(" ()", "")
+    unfit = f"a zero in it is no zero of the weight that {where} computes for %{node.name}"
+    unfit_for_groups = f"its axis 1 does not run along the input channels of %{node.name}"
+    return _Use(
+        node.name,
+        "" if effect.keeps_zeros else unfit,
+        "" if effect.keeps_columns else unfit_for_groups,
+        inner,
+    )
+
+
+def _is_matrix(tensor: object) -> bool:
+    """Whether a tensor is a parameter that is more than a scale for every row."""
+    return isinstance(tensor, nn.Parameter) and sum(size > 1 for size in tensor.shape) > 1
 
 
 def layers_in(gm: fx.GraphModule, node: fx.Node) -> list[nn.Module]:

@@ -61,7 +61,7 @@ REFUSED = {
         at_once(NM(2, 4)),
         None,
         SpecError,
-        "can be pruned by this spec:\n  : 3 input channels do not divide into groups of 4",
+        "can be pruned by this spec:\n  weight: 3 input channels do not divide into groups of 4",
     ),
     "only outputs": (
         lambda: nn.Linear(8, 3),

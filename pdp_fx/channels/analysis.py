@@ -26,7 +26,7 @@ from pdp_fx.channels import (
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.labels import Layer, Reason, Slot
-from pdp_fx.channels.record import Call, Record
+from pdp_fx.channels.record import Call, Production, Record
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
@@ -39,6 +39,7 @@ RULE_MODULES = (rules_attention, rules_compute, rules_constants, rules_joining, 
 """Imported so that their rules are registered."""
 
 RETURNED = "the model returns these channels"
+UNUSED = "the model cuts these rows off and never uses them"
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -123,7 +124,9 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
         keep_streams(record, gated, classes)
     reasons = record.ties.frozen(classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
-    makers = _makers(record.producers, slots)
+    makes = _makes(record)
+    makers = _makers(makes, classes, slots)
+    _keep_unused(makes, makers, slots, reasons)
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
     parts = [frozenset(np.unique(classes[ids.numpy()]).tolist()) for ids in [*record.parts, *carried]]
     groups = _with_parts(_groups(makers, slots, reasons), parts, makers, reasons)
@@ -151,13 +154,33 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
 Makers = dict[int, tuple[Slot, ...]]
 
 
-def _makers(producers: list[Slot], slots: dict[Slot, np.ndarray]) -> Makers:
+def _makes(record: Record) -> list[Production]:
+    """What makes channels of data: not what is only a part of a computed weight."""
+    outer = {made.slot for made in record.producers if not made.inner}
+    inner = record.weighing - outer
+    return [made for made in record.producers if not made.inner or made.slot not in inner]
+
+
+def _makers(producers: list[Production], classes: np.ndarray, slots: dict[Slot, np.ndarray]) -> Makers:
     """The weight axes that make each class."""
-    makers: dict[int, list[Slot]] = {}
-    for slot in producers:
-        for root in dict.fromkeys(slots[slot].tolist()):
-            makers.setdefault(root, []).append(slot)
+    makers: dict[int, dict[Slot, None]] = {}
+    for made in producers:
+        carried = set(slots[made.slot].tolist())
+        for root in dict.fromkeys(classes[made.ids.numpy()].tolist()):
+            if root in carried:
+                makers.setdefault(root, {})[made.slot] = None
     return {root: tuple(made_by) for root, made_by in makers.items()}
+
+
+def _keep_unused(
+    makes: list[Production], makers: Makers, slots: dict[Slot, np.ndarray], reasons: dict[int, list[Reason]]
+) -> None:
+    """Let what is cut off a weight before its use stay, and say so."""
+    for slot in dict.fromkeys(made.slot for made in makes):
+        for root in dict.fromkeys(slots[slot].tolist()):
+            if root not in makers:
+                makers[root] = (slot,)
+                reasons.setdefault(root, []).append(Reason(slot.tensor, "", UNUSED))
 
 
 def _with_parts(

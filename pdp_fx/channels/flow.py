@@ -6,16 +6,18 @@ operation's rule what became of the labels. What it learns is kept in its `Recor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pdp_fx.channels.labels import Layer, Reason, Slot, shaped
-from pdp_fx.channels.record import Call, Contraction, NormSite, Record, Sized
+from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
+from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized
 
 aten = torch.ops.aten
 
@@ -56,7 +58,9 @@ class LabelFlow(TorchDispatchMode):
         self._rules = rules
         self._maskable = maskable
         self._layers = WeakTensorKeyDictionary()
+        self._stored = WeakTensorKeyDictionary()
         self._names: dict[int, str] = {}
+        self._buffers = frozenset(name for name, _ in gm.named_buffers())
         for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
             self._names.setdefault(id(tensor), name)
             self.record.shapes[name] = tuple(tensor.shape)
@@ -71,6 +75,7 @@ class LabelFlow(TorchDispatchMode):
         call = Call(func, args, kwargs or {}, result)
         if func._schema.is_mutable and not _fills_with_zero(call):
             self._freeze_aliases(call)
+        self._note_stored(call)
         self._rules(call)(call, self)
         return result
 
@@ -92,6 +97,16 @@ class LabelFlow(TorchDispatchMode):
                     why,
                     "make a new tensor instead, with torch.cat or torch.where",
                 )
+
+    def _note_stored(self, call: Call) -> None:
+        stored = all(self.is_stored(tensor) for tensor in call.tensors())
+        for leaf in tree_leaves(call.result):
+            if isinstance(leaf, Tensor):
+                self._stored[leaf] = stored
+
+    def is_stored(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or buffer, or computed from those and constants only."""
+        return bool(self._stored.get(tensor, id(tensor) in self._names))
 
     def layers(self, tensor: Tensor) -> tuple[Layer, ...]:
         """The label layers of ``tensor``; a parameter or buffer gets its own on first sight."""
@@ -169,10 +184,17 @@ class LabelFlow(TorchDispatchMode):
         """Say that this layer's elements must be 0 when their channel is dropped."""
         self.record.demands.append(layer)
 
-    def produce(self, layer: Layer) -> None:
-        """Say that this weight axis makes new channels."""
-        if layer.slot is not None and layer.slot not in self.record.producers:
-            self.record.producers.append(layer.slot)
+    def produce(self, layer: Layer, weight: Tensor, data: Tensor) -> None:
+        """Say that this axis of a weight makes new channels where it is multiplied with ``data``."""
+        if not self.is_stored(weight):
+            return
+        behind, inner = origins(layer), self.is_stored(data)
+        made_by = [slot for slot in behind if slot.tensor not in self._buffers]
+        if behind and not made_by:
+            made_by = list(behind)
+            why = f"{behind[0].tensor} is a buffer, which is not trained"
+            self.freeze(layer.ids, why, "make it a parameter")
+        self.record.producers += [Production(slot, layer.ids.reshape(-1), inner) for slot in made_by]
 
     def note_grouped(self, weight: Tensor) -> None:
         """Say that this is the weight of a grouped convolution which is not depthwise."""
@@ -182,12 +204,28 @@ class LabelFlow(TorchDispatchMode):
         """Whether this weight belonged to a grouped convolution before channels were removed."""
         return self._names.get(id(weight), "") in self.record.grouped
 
-    def contract(self, weight: Tensor, positions: int, inputs: Tensor | None) -> None:
-        """Count the multiply-accumulates of a contraction with a parameter."""
-        owners = {layer.slot.tensor for layer in self.layers(weight) if layer.slot}
-        name = self._names.get(id(weight)) or (owners.pop() if len(owners) == 1 else None)
-        if name is not None:
-            self.record.contractions.append(Contraction(name, positions, self.node, inputs))
+    def contract(self, weight: Tensor, data: Tensor, positions: int, inputs: Tensor | None) -> None:
+        """Count the multiply-accumulates of a contraction of ``data`` with a stored weight."""
+        if not self.is_stored(weight):
+            return
+        behind = [origins(layer) for layer in self.layers(weight)]
+        if not self.is_stored(data):
+            self.record.weighing.update(slot for slots in behind for slot in slots)
+        for name, share in self._shares(weight, behind).items():
+            self.record.contractions.append(Contraction(name, positions * share, self.node, inputs))
+
+    def _shares(self, weight: Tensor, behind: list[tuple[Slot, ...]]) -> dict[str, float]:
+        """The parameters that a weight consists of, with the share of each that is used."""
+        own = self._names.get(id(weight))
+        if own is not None:
+            return {own: 1}
+        owners = [dict.fromkeys(slot.tensor for slot in slots) for slots in behind if slots]
+        names = [name for name in owners[0] if all(name in others for others in owners)] if owners else []
+        sizes = {name: math.prod(self.record.shapes[name]) for name in names}
+        if sum(sizes.values()) <= weight.numel():
+            return dict.fromkeys(names, 1)
+        largest = max(names, key=lambda name: sizes[name])
+        return {largest: min(1, weight.numel() / sizes[largest])}
 
 
 def _fills_with_zero(call: Call) -> bool:

@@ -70,6 +70,22 @@ class Layer:
         return self.ids.reshape(-1) if self.support <= {axis} else self.ids.amax()
 
 
+def origins(layer: Layer) -> tuple[Slot, ...]:
+    """The parameter axes that a layer of a computed weight comes from, by what it needs to be 0."""
+    found: dict[Slot, None] = {}
+    todo, seen = [layer], set[int]()
+    while todo:
+        layer = todo.pop(0)
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        if layer.slot is not None:
+            found[layer.slot] = None
+        else:
+            todo.extend(layer.needs)
+    return tuple(found)
+
+
 def compress(ids: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """Shrink every axis along which both tensors are constant to size 1."""
     for axis in range(ids.ndim):

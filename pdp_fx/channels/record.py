@@ -18,15 +18,31 @@ class Contraction:
 
     Attributes:
         weight: the parameter's qualified name.
-        positions: how often each weight is used, summed over the batch.
+        positions: how often each weight is used, summed over the batch; less than once where only a
+            part of the parameter is used.
         node: the graph node that does it.
         inputs: the labels of the input channels, or None when they have none.
     """
 
     weight: str
-    positions: int
+    positions: float
     node: str
     inputs: Tensor | None
+
+
+@dataclass(frozen=True)
+class Production:
+    """A parameter axis whose indices become new channels.
+
+    Attributes:
+        slot: the axis.
+        ids: the labels that become channels; other indices of the axis are cut off before.
+        inner: whether it meets parameters only, so that what comes of it may be a weight itself.
+    """
+
+    slot: Slot
+    ids: Tensor
+    inner: bool
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,7 @@ class Record:
         slots: the labels of every parameter and buffer axis that was read.
         shapes: the shape of every parameter and buffer.
         producers: weight axes that make new channels.
+        weighing: parameter axes that, as they are or in a computed weight, are multiplied with data.
         contractions: uses of weights.
         grouped: weights of grouped convolutions that are not depthwise.
         demands: layers that must be 0 where their channel is dropped.
@@ -115,7 +132,8 @@ class Record:
     ties: Ties = field(default_factory=Ties)
     slots: dict[Slot, Tensor] = field(default_factory=dict[Slot, Tensor])
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    producers: list[Slot] = field(default_factory=list[Slot])
+    producers: list[Production] = field(default_factory=list[Production])
+    weighing: set[Slot] = field(default_factory=set[Slot])
     contractions: list[Contraction] = field(default_factory=list[Contraction])
     grouped: set[str] = field(default_factory=set[str])
     demands: list[Layer] = field(default_factory=list[Layer])

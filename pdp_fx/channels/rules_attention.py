@@ -46,10 +46,12 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
     left_tensor, right_tensor = call.args[-2:] if added is None else call.args[1:3]
     left, right = (heads_first(tensor, 0, flow) for tensor in (left_tensor, right_tensor))
     consume(_vector(along(left, 2)), _vector(along(right, 1)), flow)
-    layers = [layer for layer in (along(left, 1), along(right, 2)) if layer is not None]
-    for layer in layers:
-        if layer.slot is not None:
-            flow.produce(layer)
+    rows, columns = along(left, 1), along(right, 2)
+    if rows is not None:
+        flow.produce(rows, left_tensor, right_tensor)
+    if columns is not None:
+        flow.produce(columns, right_tensor, left_tensor)
+    layers = [layer for layer in (rows, columns) if layer is not None]
     _count(left_tensor, right_tensor, flow)
     batch = _batch_layer(along(left, 0), along(right, 0), flow)
     if batch is not None:
@@ -63,8 +65,8 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
 def _count(left: Tensor, right: Tensor, flow: LabelFlow) -> None:
     """Count the product if one of its operands is a parameter."""
     for weight, other in ((right, left), (left, right)):
-        if any(layer.slot for layer in flow.layers(weight)):
-            flow.contract(weight, other.numel() // weight.shape[-2 if weight is right else -1], None)
+        if flow.is_stored(weight):
+            flow.contract(weight, other, other.numel() // weight.shape[-2 if weight is right else -1], None)
             return
 
 

@@ -65,14 +65,16 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     per_channel = (
         source.numel() // source.shape[channel_axis] if transposed else call.result.numel() // outputs
     )
-    flow.contract(weight, per_channel, None if read is None else read.ids.reshape(-1))
+    flow.contract(weight, source, per_channel, None if read is None else read.ids.reshape(-1))
     if groups == 1:
         consume(read, parts[0], flow)
-        made = _produce(parts[1], bias, flow)
+        made = _produce(parts[1], weight, source, bias, flow)
     elif groups == source.shape[channel_axis] and not flow.is_grouped(weight):
         made = _depthwise(read, weight, bias, outputs // groups if transposed else 1, flow)
     else:
         flow.note_grouped(weight)
+        if parts[1] is not None:
+            flow.produce(parts[1], weight, source)
         made = _grouped(read, parts, bias, (groups, transposed), flow)
     layers = [] if made is None else [_placed(made, channel_axis, call.result.ndim)]
     flow.put(call.result, layers)
@@ -98,11 +100,13 @@ def _with_bias(rows: Layer, bias: Tensor | None, flow: LabelFlow) -> Layer:
     return Layer(rows.ids.reshape(-1), zero & added.zero.reshape(-1), (rows, added))
 
 
-def _produce(rows: Layer | None, bias: Tensor | None, flow: LabelFlow) -> Layer | None:
+def _produce(
+    rows: Layer | None, weight: Tensor, data: Tensor, bias: Tensor | None, flow: LabelFlow
+) -> Layer | None:
     """New channels, one for each row of a weight."""
     if rows is None:
         return None
-    flow.produce(rows)
+    flow.produce(rows, weight, data)
     return _with_bias(rows, bias, flow)
 
 
@@ -147,7 +151,7 @@ def _grouped(
     consume(first, columns, flow)
     if read is not None and first is not None and first.all_zero:
         flow.demand(read)
-    return _produce(rows, bias, flow)
+    return None if rows is None else _with_bias(rows, bias, flow)
 
 
 def _first_group(read: Layer, groups: int) -> Layer:
@@ -160,7 +164,6 @@ def _transposed_rows(rows: Layer | None, groups: int, bias: Tensor | None, flow:
     """A transposed weight holds each output place once, for all groups."""
     if rows is None:
         return None
-    flow.produce(rows)
     repeated = Layer(rows.ids.reshape(-1).repeat(groups), rows.zero.reshape(-1).repeat(groups), (rows,))
     return _with_bias(repeated, bias, flow)
 
@@ -185,7 +188,7 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, 
             if len(layer.support) > 1:
                 flow.freeze(layer.ids, "it lies along both axes of a matrix")
     read, columns = axis_layer(left, 1, flow), axis_layer(right, 0, flow)
-    flow.contract(right, left.shape[0], None if read is None else read.ids.reshape(-1))
+    flow.contract(right, left, left.shape[0], None if read is None else read.ids.reshape(-1))
     consume(read, columns, flow)
     layers: list[Layer] = []
     kept = axis_layer(left, 0, flow)
@@ -193,7 +196,7 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, 
         layers.append(Layer(kept.ids, kept.zero if bias is None else torch.zeros_like(kept.zero), (kept,)))
     rows = axis_layer(right, 1, flow)
     if rows is not None:
-        made = _produce(rows, bias, flow) if rows.slot is not None else _with_bias(rows, bias, flow)
+        made = _produce(rows, right, left, bias, flow)
         if made is not None:
             layers.append(_placed(made, 1, 2))
     flow.put(call.result, layers)
@@ -209,5 +212,5 @@ def embedding(call: Call, flow: LabelFlow) -> None:
     if columns is None:
         flow.put(call.result, ())
         return
-    flow.produce(columns)
+    flow.produce(columns, table, call.args[1])
     flow.put(call.result, [_placed(_with_bias(columns, None, flow), call.result.ndim - 1, call.result.ndim)])

@@ -113,6 +113,10 @@ def _clusters(lifted: list[tuple[Layer, ...]]) -> list[list[Member]]:
 def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
     """Tie the layers of a cluster and say where the result is 0."""
     shape = torch.broadcast_shapes(*(layer.ids.shape for _, layer in cluster))
+    if flow.is_stored(call.result):
+        # Of a weight and its scale, the weight is to be masked and ranked.
+        sizes = [operand.numel() for operand in call.tensors()]
+        cluster = sorted(cluster, key=lambda member: -sizes[member[0]])
     for _, layer in cluster[1:]:
         flow.tie(cluster[0][1].ids, layer.ids)
     widest = max((layer for _, layer in cluster), key=lambda layer: len(layer.support))

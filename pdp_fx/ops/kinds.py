@@ -162,12 +162,13 @@ _KINDS = (
 )
 _BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind in _KINDS}
 
-WEIGHT_ARGUMENTS: dict[Any, int] = {
-    functional.conv1d: 1, functional.conv2d: 1, functional.conv3d: 1, functional.conv_transpose1d: 1,
-    functional.conv_transpose2d: 1, functional.conv_transpose3d: 1, functional.linear: 1, torch.addmm: 2,
-    torch.matmul: 1, torch.mm: 1, operator.matmul: 1, "matmul": 1, "mm": 1,
+WEIGHT_ARGUMENTS: dict[Any, tuple[int, int]] = {
+    functional.conv1d: (1, 1), functional.conv2d: (1, 1), functional.conv3d: (1, 1),
+    functional.conv_transpose1d: (1, 0), functional.conv_transpose2d: (1, 0),
+    functional.conv_transpose3d: (1, 0), functional.linear: (1, 1), torch.addmm: (2, -2),
+    torch.matmul: (1, -2), torch.mm: (1, -2), operator.matmul: (1, -2), "matmul": (1, -2), "mm": (1, -2),
 }  # fmt: skip
-"""Functions that use a weight, and which argument it is."""
+"""Functions that use a weight: which argument it is, and the axis of its input channels."""
 
 
 def kind_of(module: nn.Module) -> ModuleKind | None:

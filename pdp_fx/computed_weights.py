@@ -1,0 +1,125 @@
+"""Weights that are computed from parameters: which parameters a single weight can be pruned in.
+
+No table says what an operation does to a weight. The part of the graph that computes it is run on
+random numbers instead, once with a few of them set to zero: where zeros of a parameter come out as
+zeros of the weight, a mask of the parameter is a mask of the weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pdp_fx.channels.running import evaluating
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a parameter does to a weight that is computed from it.
+
+    Attributes:
+        keeps_zeros: whether every place of the weight that follows the parameter is 0 with a part of it.
+        keeps_columns: whether index j of axis 1 is index j of the weight's input channels.
+    """
+
+    keeps_zeros: bool
+    keeps_columns: bool
+
+
+def stored_nodes(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose values depend on parameters, buffers and constants only."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def sources_of(node: fx.Node) -> list[fx.Node]:
+    """``node`` and all that it is computed from, in graph order."""
+    found, todo = {node}, [node]
+    while todo:
+        new = [source for source in todo.pop().all_input_nodes if source not in found]
+        found.update(new)
+        todo += new
+    return [other for other in node.graph.nodes if other in found]
+
+
+def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:
+    """What each of the parameters ``names`` does to the value of ``weight``.
+
+    Args:
+        gm: the graph module.
+        weight: a node that depends on parameters, buffers and constants only.
+        names: parameters of at least two axes that it depends on.
+        axis: the axis of the weight's input channels.
+    """
+    found = dict.fromkeys(names, Effect(False, False))
+    with contextlib.suppress(RuntimeError):  # an inverse, for one, may not exist with zeros
+        run = _Run(gm, weight)
+        for name in found:
+            found[name] = _effect(run, name, axis)
+    return found
+
+
+def _effect(run: _Run, name: str, axis: int) -> Effect:
+    """Every place that follows the parameter must be 0 with one half of it or with the other."""
+    dense = run.values[name]
+    holes = torch.rand(dense.shape, generator=run.generator) < 0.5
+    halves = [run.result(name, dense * half) for half in (holes, ~holes)]
+    changed = torch.stack([half != run.dense for half in halves]).any(dim=0)
+    zero = torch.stack([(half == 0) & (run.dense != 0) for half in halves]).any(dim=0)
+    if not changed.any() or not torch.equal(changed, zero):
+        return Effect(False, False)
+    size = dense.shape[1]
+    return Effect(True, all(_is_column(run, name, place, axis) for place in {0, 1, size // 2, size - 1}))
+
+
+def _is_column(run: _Run, name: str, place: int, axis: int) -> bool:
+    """Whether nothing but column ``place`` of the weight vanishes with that of the parameter."""
+    values = run.values[name].clone()
+    values[:, place] = 0
+    zeros = (run.result(name, values) == 0) & (run.dense != 0)
+    others = [other for other in range(zeros.ndim) if other != axis % zeros.ndim]
+    return torch.nonzero(zeros.any(dim=others)).reshape(-1).tolist() in ([], [place])
+
+
+class _Run(fx.Interpreter):
+    """Computes a weight from parameters of random positive values, in eval mode."""
+
+    def __init__(self, gm: fx.GraphModule, weight: fx.Node) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.generator = torch.Generator().manual_seed(0)
+        self.values: Values = {}
+        self._weight, self._nodes = weight, sources_of(weight)
+        self._chosen: Values = {}
+        self.dense = self._computed({})
+
+    def result(self, name: str, value: Tensor) -> Tensor:
+        """The weight when the parameter ``name`` has this value."""
+        return self._computed({name: value})
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A parameter's random or chosen values; a copy of anything else."""
+        value = super().get_attr(target, args, kwargs)
+        if not isinstance(value, Tensor):
+            return value
+        if not isinstance(value, torch.nn.Parameter):
+            return value.clone()
+        if target not in self.values:
+            self.values[target] = 0.5 + torch.rand(value.shape, generator=self.generator).to(value)
+        return self._chosen.get(target, self.values[target]).clone()
+
+    def _computed(self, chosen: Values) -> Tensor:
+        self._chosen, self.env = chosen, {}
+        with evaluating(self.module), torch.no_grad():  # pyright: ignore[reportArgumentType]
+            for node in self._nodes:
+                self.env[node] = self.run_node(node)
+        return self.env[self._weight]
