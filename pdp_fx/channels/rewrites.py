@@ -224,6 +224,20 @@ def _pad_fits(node: fx.Node, record: Record) -> bool:
     )
 
 
+def _stays(node: fx.Node, job: Job) -> None:
+    """Nothing that the node is told concerns channels."""
+
+
+def _unfold_fits(node: fx.Node, record: Record) -> bool:
+    """Windows along an axis without labels."""
+    source: Any = node.args[0]
+    values = record.values.get(source.name, ())
+    axis = _arguments(node, 1, ("dimension",), 1)[0]
+    if len(values) != 1 or not isinstance(axis, int):
+        return False
+    return all(axis % len(values[0].shape) not in layer.support for layer in values[0].layers)
+
+
 def _groups(node: fx.Node, job: Job) -> None:
     """A depthwise convolution has as many groups as channels; other groups stay."""
     place = 6 if "transpose" not in getattr(node.target, "__name__", "") else 6
@@ -250,7 +264,8 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.functional.split: _SPLIT, torch.narrow: _NARROW, "narrow": _NARROW,
     operator.getitem: Rewrite(_subscript, _subscript_fits), functional.pad: _PAD,
     torch.constant_pad_nd: _PAD, torch.roll: _REORDER, "roll": _REORDER, torch.index_select: _REORDER,
-    "index_select": _REORDER, torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
+    "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
+    torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
 }  # fmt: skip
 """Functions and methods that are told sizes, with the way to tell them new ones."""
 

@@ -7,6 +7,7 @@ checked where the graph node is known (``resize``).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -97,16 +98,20 @@ def free_layer(tensor: Tensor, axis: int, zero: bool, flow: LabelFlow) -> Layer:
 
 
 def _without_overlap(layers: list[Layer], flow: LabelFlow) -> list[Layer]:
-    """Give up labels that share an axis with others; those of a broadcast axis go first."""
-    real = [layer for layer in layers if not layer.free]
+    """Where axes are merged the outermost keeps its labels; those of a broadcast axis go first."""
+    real = sorted((layer for layer in layers if not layer.free), key=_first_axis)
     kept: list[Layer] = []
-    for layer in layers:
-        others = real if layer.free else [other for other in real if other is not layer]
-        if any(layer.support & other.support for other in others):
+    for layer in real + [layer for layer in layers if layer.free]:
+        if any(layer.support & other.support for other in kept if not other.free):
             flow.freeze(layer.ids, "the axis of these channels is merged with another axis of channels")
         else:
             kept.append(layer)
     return kept
+
+
+def _first_axis(layer: Layer) -> int:
+    """The first axis along which the labels lay before the operation."""
+    return min(min(source.support, default=0) for source in layer.needs)
 
 
 def _note_part(before: Layer, part: Layer, call: Call, flow: LabelFlow) -> None:
@@ -166,6 +171,40 @@ def pixel_shuffle(call: Call, flow: LabelFlow) -> None:
             kept = Layer(ids.select(axis + 1, 0), zero.all(dim=axis + 1), (layer,))
         if kept is not None:
             layers.append(kept)
+    flow.put(call.result, layers)
+
+
+@rule(aten.im2col)
+def im2col(call: Call, flow: LabelFlow) -> None:
+    """Every channel becomes as many as there are pixels in a patch."""
+    source, kernel = call.args[0], math.prod(call.args[1])
+    channel = source.ndim - 3
+    layers: list[Layer] = []
+    for layer in flow.layers(source):
+        kept = flow.without(layer, frozenset({channel + 1, channel + 2}), "patches are cut along this axis")
+        if kept is not None:
+            ids, zero = (t.flatten(-2) for t in (kept.ids, kept.zero))
+            if channel in kept.support:
+                ids, zero = (t.repeat_interleave(kernel, channel) for t in (ids, zero))
+            layers.append(Layer(ids, zero, (kept,)))
+    flow.put(call.result, layers)
+
+
+@rule(aten.col2im)
+def col2im(call: Call, flow: LabelFlow) -> None:
+    """The rows that make up one channel go together; patches are added, so zeros stay zeros."""
+    source, kernel = call.args[0], math.prod(call.args[2])
+    rows = source.ndim - 2
+    tie_blocks(call, rows, source.shape[rows] // kernel, False, flow)
+    layers: list[Layer] = []
+    for layer in flow.layers(source):
+        kept = flow.without(layer, frozenset({rows + 1}), "patches are laid out along this axis")
+        if kept is not None:
+            ids, zero = kept.ids, kept.zero
+            if rows in kept.support:
+                ids, zero = (t.unflatten(rows, (-1, kernel)) for t in (ids, zero))
+                ids, zero = ids.select(rows + 1, 0), zero.all(dim=rows + 1)
+            layers.append(Layer(ids.unsqueeze(-1), zero.unsqueeze(-1), (kept,)))
     flow.put(call.result, layers)
 
 

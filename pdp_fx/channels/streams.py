@@ -23,9 +23,10 @@ def keep_streams(record: Record, graph: fx.Graph, classes: np.ndarray) -> None:
     if not gated:
         return
     made_by: dict[int, set[str]] = {}
-    for slot in record.producers:
-        for root in np.unique(classes[record.slots[slot].numpy()]).tolist():
-            made_by.setdefault(root, set()).add(slot.tensor)
+    for made in record.producers:
+        carried = classes[record.slots[made.slot].numpy()]
+        for root in np.intersect1d(classes[made.ids.numpy()], carried).tolist():
+            made_by.setdefault(root, set()).add(made.slot.tensor)
     above = _tensors_above(record, graph, {name for names in made_by.values() for name in names})
     streams = {frozenset(names) for names in made_by.values()}
     residual = {names for names in streams if any(above[name] & names - {name} for name in names)}

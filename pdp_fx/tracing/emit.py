@@ -103,7 +103,8 @@ class _Merge:
         self.writer.at(owner, in_eval.source)
         args = self._join(self._lower(in_eval.args, False), self._lower(in_train.args, True), owner)
         kwargs = self._join(self._lower(in_eval.kwargs, False), self._lower(in_train.kwargs, True), owner)
-        step = in_train if in_train.observed or in_train.random else in_eval
+        lasting = in_train.observed or in_train.random or in_train.updates
+        step = in_train if lasting else in_eval
         self._nodes[False, in_eval] = self._nodes[True, in_train] = self.writer.step(step, args, kwargs)
 
     def _add_single(self, step: Step, training: bool, owner: str) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from pdp_fx.tracing.gradients import gradient_blocks
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
@@ -100,6 +101,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(torch.autocast, "__enter__", autocast_enter),
         replaced(torch.autocast, "__exit__", autocast_exit),
         _methods_whole(recorder),
+        gradient_blocks(recorder),
         recorder.watch,
         _Listener(recorder),
     ):

@@ -155,7 +155,10 @@ class Recorder:
 
     def _whole(self, step: Step, call: Call, args: Args, kwargs: Kwargs) -> Any:
         operands = list(tensors((args, kwargs)))
+        buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []
+        versions = [_version(buffer) for buffer in buffers]
         result, changed = self._run_and_compare(call, args, kwargs, step, operands)
+        step.updates = versions != [_version(buffer) for buffer in buffers]
         if step.reason:
             self.watch.allow_drawn()
         if self.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
@@ -242,7 +245,7 @@ class Recorder:
         self, call: Call, args: Args, kwargs: Kwargs, step: Step, operands: list[torch.Tensor]
     ) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Run a step; notes in it what the call did underneath, and returns which operands changed."""
-        versions = [tensor._version for tensor in operands]
+        versions = [_version(tensor) for tensor in operands]
         result = self.run(call, args, kwargs)
         values = list(all_values((step.args, step.kwargs)))
         whole = step.op == "call_module" or bool(step.reason)
@@ -250,7 +253,7 @@ class Recorder:
         step.data = whole or step.random or any(is_data(value) for value in values)
         step.ragged = self.watch.ragged or any(is_ragged(value) for value in values)
         pairs = zip(operands, versions, strict=True)
-        return result, tuple(tensor for tensor, before in pairs if tensor._version != before)
+        return result, tuple(tensor for tensor, before in pairs if _version(tensor) != before)
 
     def _commit(self, step: Step, result: Any, changed: tuple[torch.Tensor, ...]) -> Any:
         self.steps.append(step)
@@ -281,6 +284,11 @@ class Recorder:
                     return whole
             frame = frame.f_back
         return Whole(self.scope.path)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed; what inference mode makes cannot be changed in place outside it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

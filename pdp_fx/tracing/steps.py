@@ -57,6 +57,7 @@ class Step:
         changes: the values it changes in place.
         observed: whether somebody other than the users of its result sees that change.
         random: whether it drew random numbers.
+        updates: whether it is a module that changed buffers of its own.
         reason: for an opaque module, why it was not traced through.
     """
 
@@ -71,6 +72,7 @@ class Step:
     changes: "tuple[Value, ...]" = ()
     observed: bool = False
     random: bool = False
+    updates: bool = False
     reason: str = ""
 
 

@@ -74,7 +74,7 @@ class Writer:
             node = self._gated(step.op, target, args, kwargs, gate)
         if step.reason:
             node.meta["opaque"] = step.reason
-        if step.observed or step.random:
+        if step.observed or step.random or step.updates:
             self.protected.add(node)
         return node
 

@@ -411,6 +411,6 @@ REFUSALS = (
     Construct(BilinearLayer, sequences(), reason="no channel rule for _trilinear"),
     Construct(ChannelAttention, sequences(), removed=4, reason="softmax runs over these channels"),
     Construct(Unpooled, images(), removed=3, reason="no channel rule for max_unpool2d"),
-    Construct(Unfolded, images(), removed=3, reason="no channel rule for im2col"),
+    Construct(Unfolded, images(), removed=7),
     Construct(LearnedSoftmaxPool, signals(), removed=8),
 )

@@ -103,6 +103,32 @@ class UnfoldedPatches(nn.Module):
         return self.head(F.relu(self.mix(x.permute(0, 2, 3, 1, 4, 5).flatten(3))))
 
 
+class PatchesAsRows(nn.Module):
+    """A convolution written as a product of patches and a matrix (im2col)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = conv_bn(3, 8), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = F.unfold(F.relu(self.stem(x)), 3)
+        x = self.conv.weight.flatten(1) @ patches + self.conv.bias[:, None]
+        return self.head(F.relu(x.unflatten(2, (4, 4))))
+
+
+class MixedPatches(nn.Module):
+    """Every patch goes through a layer of its own and is added to its neighbours again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = conv_bn(3, 8), nn.Linear(8 * 4, 8 * 4), nn.Conv2d(8, 5, 1)
+        self.cut, self.paste = nn.Unfold(2, stride=1), nn.Fold((6, 6), 2, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.cut(F.relu(self.stem(x))).transpose(1, 2)
+        return self.head(self.paste(F.relu(self.mid(patches)).transpose(1, 2)))
+
+
 class AddInPlace(Between):
     def __init__(self) -> None:
         super().__init__()
@@ -284,6 +310,8 @@ SIZES = (
     Construct(GroupMeans, images(), removed=3),
     Construct(SpatialStride, images(), removed=7),
     Construct(UnfoldedPatches, images(), removed=7),
+    Construct(PatchesAsRows, images(), removed=7),
+    Construct(MixedPatches, images(), removed=20),
     Construct(AddInPlace, images(), removed=11),
     Construct(ChannelSetToZero, images(), removed=3),
     Construct(FilledByRows, sequences(), reason="written to in place through a view"),

@@ -1,0 +1,76 @@
+"""Blocks that switch gradients off or on, recorded so that the graph restores what its caller had.
+
+`torch.no_grad` writes down on entry whether gradients are on, and sets that again on exit. A recording
+made with gradients on would restore "on" for every caller; so what was found on entry is a value of the
+graph, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.steps import Step, UnrecordableError
+
+_BEGINNINGS = (
+    (torch.no_grad, "__enter__"),
+    (torch.enable_grad, "__enter__"),
+    (torch.set_grad_enabled, "__init__"),
+)
+"""Where each kind of block looks whether gradients are on."""
+
+
+@contextmanager
+def gradient_blocks(recorder: Recorder) -> Generator[None, None, None]:
+    """Record what the blocks of a model find on entry, and that they restore it."""
+    found: dict[int, Step] = {}
+    with ExitStack() as stack:
+        for kind, name in _BEGINNINGS:
+            stack.enter_context(replaced(kind, name, _begin(recorder, getattr(kind, name), found)))
+            stack.enter_context(replaced(kind, "__exit__", _end(recorder, kind.__exit__, found)))
+        stack.enter_context(replaced(torch.inference_mode, "__enter__", _refused(recorder)))
+        yield
+
+
+def _begin(recorder: Recorder, begin: Callable[..., Any], found: dict[int, Step]) -> Callable[..., Any]:
+    def beginning(block: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.inside:
+            step = found[id(block)] = recorder.step("call_function", torch.is_grad_enabled, (), {})
+            recorder.steps.append(step)
+        return begin(block, *args, **kwargs)
+
+    return beginning
+
+
+def _end(recorder: Recorder, end: Callable[..., Any], found: dict[int, Step]) -> Callable[..., Any]:
+    def ending(block: Any, *args: Any) -> Any:
+        before = found.pop(id(block), None)
+        if before is None or recorder.inside:
+            return end(block, *args)
+        step = recorder.step("call_function", torch._C._set_grad_enabled, (), {})
+        step.args = (before,)
+        recorder.steps.append(step)
+        with recorder.silent():
+            return end(block, *args)
+
+    return ending
+
+
+def _refused(recorder: Recorder) -> Callable[..., Any]:
+    enter = torch.inference_mode.__enter__
+
+    def refuse() -> None:
+        raise UnrecordableError("switches inference mode on, where torch.no_grad() would do")
+
+    def entering(block: torch.inference_mode) -> None:
+        if recorder.inside:
+            enter(block)
+        else:
+            recorder.guarded(refuse)
+
+    return entering

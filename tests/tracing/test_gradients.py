@@ -1,0 +1,71 @@
+"""Blocks that switch gradients off or on leave the caller's setting as it was."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from tests.tracing.checks import exact, opaque
+
+
+class Blocks(nn.Module):
+    """Every kind of block, nested, as a decorator, and one that follows the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.still, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    @torch.no_grad()
+    def fixed(self, x: Tensor) -> Tensor:
+        return self.still(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.training):
+            x = self.first(x)
+        with torch.no_grad():
+            y = self.fixed(x)
+            with torch.enable_grad():
+                y = y + self.still(x)
+        return self.last(x + y)
+
+
+class Inference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.still = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.still(x)
+
+
+class HoldsInference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Inference(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) + self.inner(x).sum()
+
+
+def test_gradients_of_every_kind_of_block() -> None:
+    exact(Blocks(), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_caller_keeps_gradients_as_they_were(enabled: bool) -> None:
+    gm = trace(Blocks(), torch.randn(3, 4))
+    with torch.set_grad_enabled(enabled):
+        assert gm(torch.randn(3, 4)).requires_grad is enabled
+        assert torch.is_grad_enabled() is enabled
+
+
+def test_inference_mode_stays_inside_an_opaque_module() -> None:
+    with pytest.raises(TraceError, match=r"switches inference mode on.*test_gradients.py"):
+        trace(Inference(), torch.randn(3, 4))
+    model = HoldsInference()
+    gm = trace(model, torch.randn(3, 4))
+    assert "inference mode" in opaque(gm)["inner"]
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), model(x))
