@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.masks import ChannelMask, MaskOwnWeight
+from pdp_fx.masks import MaskOwnWeight
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import PLAIN
@@ -123,7 +124,7 @@ def _fold(
 def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, ...]]:
     rows: dict[Slot, tuple[int, ...]] = {}
     for _, mask in pruner.mask_items():
-        if not isinstance(mask, ChannelMask):
+        if not isinstance(mask, ChannelPolicy):
             continue
         gone = mask.pruned(*parameters_of(gm, mask))
         for name, producer in zip(mask.parameters_read, mask.producers, strict=True):

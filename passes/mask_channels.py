@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import fx
 
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.masks import ChannelMask, MaskLayout, Producer
+from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_module
+from pdp_fx.policy import MaskSite, Producer, made
 from pdp_fx.pruner import CHILD, Pruner
 
 Placed = dict[int, tuple[ChannelGroup, fx.Node]]
@@ -31,7 +33,7 @@ Placed = dict[int, tuple[ChannelGroup, fx.Node]]
 
 @dataclass(frozen=True)
 class MaskChannels(Pass):
-    """One `ChannelMask` per group, shared by everything that carries the group's channels."""
+    """One mask per group, shared by everything that carries the group's channels."""
 
     name: ClassVar[str] = "mask-channels"
 
@@ -49,13 +51,17 @@ class MaskChannels(Pass):
             carriers = [exposed.nodes[slot.tensor] for slot in slots if slot in members]
             carriers += [node for node, _, classes in norms if np.isin(classes, group.classes).any()]
             before = min(carriers, key=lambda node: order[node])
-            mask = ChannelMask(
-                tuple(slot.tensor for slot in group.producers),
+            names = tuple(slot.tensor for slot in group.producers)
+            site = MaskSite(
+                names,
+                rule,
                 ctx.spec.softness,
+                tuple(gm.get_parameter(name) for name in names),
                 tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
                 group.width,
                 group.parts,
             )
+            mask = made(site, ChannelMask, ChannelPolicy)
             key = ctx.get(Pruner).add(group.name, mask, rule)
             node = _insert_mask(gm, before, key, mask)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
@@ -74,7 +80,7 @@ def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:
     return tuple(place.get(root, -1) for root in classes.tolist())
 
 
-def _insert_mask(gm: fx.GraphModule, before: fx.Node, key: str, mask: ChannelMask) -> fx.Node:
+def _insert_mask(gm: fx.GraphModule, before: fx.Node, key: str, mask: ChannelPolicy) -> fx.Node:
     """Compute the group's mask ahead of the first parameter that it multiplies."""
     with gm.graph.inserting_before(before):
         reads = tuple(gm.graph.get_attr(name) for name in mask.parameters_read)

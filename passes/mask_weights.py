@@ -1,4 +1,4 @@
-"""Put an unstructured or N:M mask between every planned weight and its uses."""
+"""Put the mask of its policy between every planned weight and its uses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch import fx
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.granularity import NM
-from pdp_fx.masks import Mask, MaskOwnWeight, NMMask, WeightMask
+from pdp_fx.masks import MaskOwnWeight, NMMask, WeightMask
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, swap_module
 from pdp_fx.passes.find_sites import layers_in
+from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, made
 from pdp_fx.pruner import CHILD, Pruner
 
 
@@ -27,11 +28,12 @@ class MaskWeights(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         pruner, exposed = ctx.get(Pruner), ctx.get(Exposed)
         for site, rule in ctx.get(Plan).weights:
-            reads = (site.parameter,)
+            weight = gm.get_parameter(site.parameter)
+            where = MaskSite((site.parameter,), rule, ctx.spec.softness, (weight,))
             if isinstance(rule, NM):
-                mask = NMMask(reads, ctx.spec.softness, rule.keep, rule.of)
+                mask = made(where, NMMask, NMPolicy)
             else:
-                mask = WeightMask(reads, ctx.spec.softness)
+                mask = made(where, WeightMask, WeightPolicy)
             key = pruner.add(site.parameter, mask, rule)
             _mask_inside(gm, site.parameter, mask)
             read = exposed.nodes.get(site.parameter)
@@ -46,7 +48,7 @@ class MaskWeights(Pass):
         return bool(ctx.get(Plan).weights)
 
 
-def _mask_inside(gm: fx.GraphModule, parameter: str, mask: Mask) -> None:
+def _mask_inside(gm: fx.GraphModule, parameter: str, mask: MaskPolicy) -> None:
     """Let layers inside modules that are kept whole read the masked weight."""
     weight = gm.get_parameter(parameter)
     for node in gm.graph.find_nodes(op="call_module"):

@@ -1,9 +1,11 @@
 """pdp-fx: a torch.fx compiler for train-time pruning."""
 
 from pdp_fx.api import convert as convert
+from pdp_fx.api import penalty as penalty
 from pdp_fx.api import prepare as prepare
 from pdp_fx.api import step as step
 from pdp_fx.channel_graph import channel_graph as channel_graph
+from pdp_fx.channel_policy import ChannelPolicy as ChannelPolicy
 from pdp_fx.drawing import draw_channels as draw_channels
 from pdp_fx.errors import PassError as PassError
 from pdp_fx.errors import PdpError as PdpError
@@ -13,6 +15,11 @@ from pdp_fx.errors import TraceError as TraceError
 from pdp_fx.errors import VerifyError as VerifyError
 from pdp_fx.explain import Explanation as Explanation
 from pdp_fx.explain import explain as explain
+from pdp_fx.policy import MaskPolicy as MaskPolicy
+from pdp_fx.policy import MaskSite as MaskSite
+from pdp_fx.policy import NMPolicy as NMPolicy
+from pdp_fx.policy import Progress as Progress
+from pdp_fx.policy import WeightPolicy as WeightPolicy
 from pdp_fx.printing import graph_diff as graph_diff
 from pdp_fx.printing import print_graph as print_graph
 from pdp_fx.report import Report as Report

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from pdp_fx.channels.channel_map import ChannelMap
@@ -23,7 +23,7 @@ from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.verify_equivalence import Reference, eval_outputs
 from pdp_fx.plain import plain
-from pdp_fx.pruner import CHILD, Pruner, find, find_all
+from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace
@@ -80,6 +80,7 @@ def prepare(
     pruner.to(_device(model))
     pruner.train(model.training)
     pruner.check_reachable(gm)
+    pruner.update_masks(gm)
     return gm
 
 
@@ -95,6 +96,28 @@ def step(model: nn.Module) -> None:
     """
     gm, pruner = _prepared(model, "step")
     pruner.step(gm)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    """What the mask policies add to the loss: a 0-dim tensor, 0 for PDP; add it to yours in every step.
+
+    Args:
+        model: a prepared model, also inside a wrapper such as DistributedDataParallel.
+
+    Raises:
+        StateError: the model was never prepared, or holds several prepared models.
+
+    Example:
+        >>> from pdp_fx import Unstructured
+        >>> penalty(prepare(nn.Linear(4, 4), PruneSpec(Unstructured(0.5))))
+        tensor(0.)
+    """
+    gm, pruner = _prepared(model, "penalty")
+    reads = (
+        (mask, (gm.get_parameter(name) for name in mask.parameters_read)) for _, mask in pruner.mask_items()
+    )
+    terms = [term for mask, weights in reads if (term := mask.penalty(*weights)) is not None]
+    return torch.stack(terms).sum() if terms else torch.zeros((), device=_device(gm))
 
 
 def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
@@ -117,14 +140,14 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     gm, pruner = _prepared(model, "convert")
     _refuse_more_than_wrapped(model, gm)
     refuse_sharded(gm)
-    _refuse_unpruned(pruner)
+    _refuse_unpruned(gm, pruner)
     pruner.check_unaveraged()
     broken = _broken_weight(gm)
     if broken:
         raise StateError(
             f"{broken} holds NaN or infinite values: the training has diverged; convert needs numbers"
         )
-    if pruner.share < 1:
+    if pruner.share < 1 and any(mask.planned for _, mask in pruner.mask_items()):
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
     dtype = next((p.dtype for p in gm.parameters() if p.is_floating_point()), torch.float32)
     if dtype in TOLERANCE:
@@ -249,8 +272,8 @@ def _refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule) -> None:
         model = children[0]
 
 
-def _refuse_unpruned(pruner: Pruner) -> None:
-    if any(mask.pruned_now for _, mask in pruner.mask_items()):
+def _refuse_unpruned(gm: fx.GraphModule, pruner: Pruner) -> None:
+    if any(units_pruned(gm, mask) for _, mask in pruner.mask_items()):
         return
     counter, schedule = int(pruner.counter), pruner.spec.schedule
     if counter == 0:

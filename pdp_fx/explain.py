@@ -12,11 +12,11 @@ from torch import fx, nn
 
 from pdp_fx.alike import collected, few, pattern, patterns, skeleton
 from pdp_fx.channel_graph import axis_name, owner_of, roles
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.errors import StateError
 from pdp_fx.granularity import rule_text
-from pdp_fx.masks import ChannelMask
 from pdp_fx.pruner import Pruner, find
 
 Item = TypeVar("Item")
@@ -133,7 +133,7 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def _weights(gm: fx.GraphModule, pruner: Pruner) -> tuple[PrunedWeight, ...]:
-    masks = [(key, mask) for key, mask in pruner.mask_items() if not isinstance(mask, ChannelMask)]
+    masks = [(key, mask) for key, mask in pruner.mask_items() if not isinstance(mask, ChannelPolicy)]
     names = [(key, mask.parameters_read[0]) for key, mask in masks]
     return tuple(
         PrunedWeight(name, rule_text(pruner.rules[key]), gm.get_parameter(name).numel())

@@ -1,10 +1,18 @@
 """What a rule prunes, and how much of it: single weights, weights within groups of M, or whole channels."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
+
+from torch import nn
 
 from pdp_fx.errors import SpecError
 from pdp_fx.field_checks import described, finite_number, store, truth, whole_number
+from pdp_fx.policy_names import policy_text, resolved
+
+Policy: TypeAlias = Callable[[Any], nn.Module]
+"""A mask policy of a rule: a subclass of one of those in `pdp_fx.policy`, or whatever else makes a mask from
+a `pdp_fx.policy.MaskSite`, such as a `functools.partial` of a class."""
 
 
 @final
@@ -14,9 +22,10 @@ class Unstructured:
 
     Args:
         ratio: share of the weights to prune, 0 < ratio < 1; 0.9 leaves every tenth weight.
+        policy: how, a subclass of `WeightPolicy` or the import path of one; None is PDP's soft mask.
 
     Raises:
-        SpecError: the ratio is not a number strictly between 0 and 1.
+        SpecError: the ratio is not a number strictly between 0 and 1, or the policy is none.
 
     Example:
         >>> Unstructured(0.9)
@@ -24,9 +33,14 @@ class Unstructured:
     """
 
     ratio: float
+    policy: Policy | str | None = None
 
     def __post_init__(self) -> None:
         store(self, ratio=_share("Unstructured", "ratio", self.ratio))
+        store(self, policy=resolved("Unstructured: policy", self.policy))
+
+    def __repr__(self) -> str:
+        return _text(self)
 
 
 @final
@@ -37,9 +51,11 @@ class NM:
     Args:
         keep: how many weights of each group stay, 1 <= keep < of. NM(2, 4) keeps 2 of 4.
         of: how many weights a group has.
+        policy: how, a subclass of `NMPolicy` or the import path of one; None is PDP's soft mask.
 
     Raises:
-        SpecError: keep or of is no whole number, or the group would be left empty or full.
+        SpecError: keep or of is no whole number, the group would be left empty or full, or the policy is
+            none.
 
     Example:
         >>> NM(2, 4)
@@ -48,6 +64,7 @@ class NM:
 
     keep: int
     of: int
+    policy: Policy | str | None = None
 
     def __post_init__(self) -> None:
         keep = whole_number("NM: keep", self.keep, 1)
@@ -58,7 +75,10 @@ class NM:
             raise SpecError(
                 f"NM({keep}, {of}) would keep {keep} of {of}; the kept count comes first: NM({of}, {keep})"
             )
-        store(self, keep=keep, of=of)
+        store(self, keep=keep, of=of, policy=resolved("NM: policy", self.policy))
+
+    def __repr__(self) -> str:
+        return _text(self)
 
 
 @final
@@ -74,9 +94,10 @@ class Channels:
         through_norms: whether the channels of a residual stream that LayerNorm, RMSNorm or a mean runs over
             may go too. The statistics of norms run over the kept channels while training; those of GroupNorm
             and of norms inside a block always do.
+        policy: how, a subclass of `ChannelPolicy` or the import path of one; None is PDP's soft mask.
 
     Raises:
-        SpecError: neither or both targets are given, or a value is out of its range.
+        SpecError: neither or both targets are given, a value is out of its range, or the policy is none.
 
     Example:
         >>> Channels(mac_reduction=0.5, round_to=16)
@@ -88,6 +109,7 @@ class Channels:
     round_to: int = 1
     min_channels: int = 1
     through_norms: bool = False
+    policy: Policy | str | None = None
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.mac_reduction is None):
@@ -105,7 +127,11 @@ class Channels:
             round_to=whole_number("Channels: round_to", self.round_to, 1),
             min_channels=whole_number("Channels: min_channels", self.min_channels, 1),
             through_norms=truth("Channels: through_norms", self.through_norms),
+            policy=resolved("Channels: policy", self.policy),
         )
+
+    def __repr__(self) -> str:
+        return _text(self)
 
 
 Rule: TypeAlias = Unstructured | NM | Channels
@@ -119,11 +145,22 @@ def rule_text(rule: Rule) -> str:
         >>> rule_text(Channels(mac_reduction=0.5)), rule_text(NM(2, 4))
         ('Channels(mac_reduction=0.5)', 'NM(2, 4)')
     """
-    if isinstance(rule, NM):
-        return f"NM({rule.keep}, {rule.of})"
     values = {field.name: getattr(rule, field.name) for field in fields(rule)}
-    given = [f"{f.name}={values[f.name]!r}" for f in fields(rule) if values[f.name] != f.default]
+    given = [f"{f.name}={_shown(values[f.name])}" for f in fields(rule) if values[f.name] != f.default]
+    if isinstance(rule, NM):
+        given[:2] = [str(rule.keep), str(rule.of)]
     return f"{type(rule).__name__}({', '.join(given)})"
+
+
+def _text(rule: Rule) -> str:
+    """A rule with all its options, but a policy only where it has one."""
+    given = [(field.name, getattr(rule, field.name)) for field in fields(rule)]
+    shown = [f"{name}={_shown(value)}" for name, value in given if name != "policy" or value is not None]
+    return f"{type(rule).__name__}({', '.join(shown)})"
+
+
+def _shown(value: object) -> str:
+    return policy_text(value) if callable(value) else repr(value)
 
 
 def checked_rule(where: str, rule: object) -> Rule | None:

@@ -9,10 +9,13 @@ from typing import Any, cast
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.running import place_arguments
 from pdp_fx.example_inputs import Inputs, fresh, matching, normalised, trial
-from pdp_fx.masks import MILLION, ChannelMask, Mask, MaskLayout, NMMask
+from pdp_fx.masks import MaskLayout
 from pdp_fx.ops.explicit import mask_axis
+from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
+from pdp_fx.pruner import units_pruned
 from pdp_fx.trace import ExampleInputs, trace
 
 HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
@@ -96,7 +99,7 @@ def _shape(gm: fx.GraphModule, node: fx.Node) -> Shape:
         stored = getattr(gm.get_submodule(owner), name, None)
         return tuple(stored.shape) if isinstance(stored, Tensor) else ()
     module = _module(gm, node)
-    if isinstance(module, ChannelMask):
+    if isinstance(module, ChannelPolicy):
         return (module.width,)
     if isinstance(module, MaskLayout):
         return tuple(module.index.shape)
@@ -110,13 +113,13 @@ def _module(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 def _is_mask(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node computes a mask, lays it out, or multiplies a parameter by it."""
-    return isinstance(_module(gm, node), (Mask, MaskLayout)) or node.target is mask_axis
+    return isinstance(_module(gm, node), (MaskPolicy, MaskLayout)) or node.target is mask_axis
 
 
 def _mask_text(gm: fx.GraphModule, node: fx.Node) -> str:
     """How much a mask prunes now; of any other node, which of its inputs are masked."""
     module = _module(gm, node)
-    if isinstance(module, Mask):
+    if isinstance(module, MaskPolicy):
         return _pruned_now(gm, module)
     if _is_mask(gm, node):
         return ""
@@ -125,12 +128,13 @@ def _mask_text(gm: fx.GraphModule, node: fx.Node) -> str:
     return ", ".join(name for name, value in given if isinstance(value, fx.Node) and _is_mask(gm, value))
 
 
-def _pruned_now(gm: fx.GraphModule, mask: Mask) -> str:
-    if isinstance(mask, NMMask):
+def _pruned_now(gm: fx.GraphModule, mask: MaskPolicy) -> str:
+    if isinstance(mask, NMPolicy):
         return f"{mask.keep}:{mask.of}, {int(mask.count) / MILLION:g} of {mask.of} pruned"
-    if isinstance(mask, ChannelMask):
+    if isinstance(mask, ChannelPolicy):
         return f"channels, {mask.pruned_now} of {mask.width} pruned"
-    return f"weights, {mask.pruned_now} of {gm.get_parameter(mask.parameters_read[0]).numel()} pruned"
+    units = gm.get_parameter(mask.parameters_read[0]).numel()
+    return f"weights, {units_pruned(gm, mask)} of {units} pruned"
 
 
 def _does(gm: fx.GraphModule, node: fx.Node) -> str:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.granularity import rule_text
-from pdp_fx.masks import UNSET, ChannelMask, Mask, NMMask
+from pdp_fx.policy import UNSET, MaskPolicy, NMPolicy, Progress
 from pdp_fx.schedule import share
 from pdp_fx.sharding import whole
 from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
@@ -65,7 +66,7 @@ class Pruner(nn.Module):
         self.register_load_state_dict_post_hook(_accept_dense_checkpoint)
         self.register_load_state_dict_post_hook(_advance_masks)
 
-    def add(self, name: str, mask: Mask, rule: Rule) -> str:
+    def add(self, name: str, mask: MaskPolicy, rule: Rule) -> str:
         """Register a mask under a name made from ``name``, and return that name."""
         key = re.sub(r"\W+", "_", name.removesuffix(")"))
         while key in self.masks:
@@ -74,9 +75,9 @@ class Pruner(nn.Module):
         self.rules[key] = rule
         return key
 
-    def mask_items(self) -> list[tuple[str, Mask]]:
+    def mask_items(self) -> list[tuple[str, MaskPolicy]]:
         """All masks by name, in graph order."""
-        return [(name, cast(Mask, mask)) for name, mask in self.masks.items()]
+        return [(name, cast(MaskPolicy, mask)) for name, mask in self.masks.items()]
 
     @property
     def share(self) -> float:
@@ -86,7 +87,7 @@ class Pruner(nn.Module):
     @property
     def allocated(self) -> bool:
         """Whether the targets of all masks are fixed; read at once, since a GPU is waited for."""
-        targets = [mask.target for _, mask in self.mask_items()]
+        targets = [mask.target for _, mask in self.mask_items() if mask.planned]
         return not targets or bool((torch.stack(targets) != UNSET).all())
 
     def step(self, gm: fx.GraphModule) -> None:
@@ -96,12 +97,26 @@ class Pruner(nn.Module):
             self.fix_targets(gm)
         self.counter.fill_(counter)
         self.advance_masks()
+        self.update_masks(gm)
 
     def advance_masks(self) -> None:
         """Set the counts of all masks to what the targets and the counter say."""
         share_now = self.share
         for _, mask in self.mask_items():
             mask.advance(share_now)
+
+    def update_masks(self, gm: fx.GraphModule) -> None:
+        """Let the policies do what they do once the counts are set; PDP's does nothing."""
+        pools: dict[tuple[object, ...], list[MaskPolicy]] = {}
+        for name, mask in self.mask_items():
+            alone = name if self.spec.allocation == "uniform" else None
+            pools.setdefault((type(mask), self.rules[name], alone), []).append(mask)
+        now = Progress(int(self.counter), self.share, self.spec.schedule)
+        with torch.no_grad():
+            for masks in pools.values():
+                update = type(masks[0]).update
+                if update.__func__ is not MaskPolicy.update.__func__:
+                    update(masks, [tuple(parameters_of(gm, mask)) for mask in masks], now)
 
     def check_unaveraged(self) -> None:
         """Raise StateError if the counts are not those that the counter stands for."""
@@ -133,7 +148,7 @@ class Pruner(nn.Module):
         """The final count of every unstructured and channel mask, from the present weights."""
         pools: dict[Rule, list[str]] = {}
         for name, mask in self.mask_items():
-            if not isinstance(mask, NMMask):
+            if mask.planned and not isinstance(mask, NMPolicy):
                 pools.setdefault(self.rules[name], []).append(name)
         if sum(_aims_at_macs(rule) for rule in pools) > 1:
             raise SpecError(
@@ -163,7 +178,7 @@ class Pruner(nn.Module):
     def _plan_channels(
         self, gm: fx.GraphModule, rule: Channels, names: list[str], others: dict[str, int]
     ) -> dict[str, int]:
-        masks = [cast(ChannelMask, self._mask(name)) for name in names]
+        masks = [cast(ChannelPolicy, self._mask(name)) for name in names]
         scores = [mask.scores(*parameters_of(gm, mask)).detach() for mask in masks]
         _refuse_unfit(names, scores)
         widths = [mask.width for mask in masks]
@@ -178,7 +193,7 @@ class Pruner(nn.Module):
             counts = self._counts_for_macs(rule, names, masks, scores, others)
         return dict(zip(names, counts, strict=True))
 
-    def _limits(self, masks: list[ChannelMask], rule: Channels, ratio: float) -> list[int]:
+    def _limits(self, masks: list[ChannelPolicy], rule: Channels, ratio: float) -> list[int]:
         """How many channels each group may lose."""
         least = [max(rule.min_channels, len(mask.parts)) for mask in masks]
         return [
@@ -198,7 +213,7 @@ class Pruner(nn.Module):
         self,
         rule: Channels,
         names: list[str],
-        masks: list[ChannelMask],
+        masks: list[ChannelPolicy],
         scores: list[Tensor],
         others: dict[str, int],
     ) -> list[int]:
@@ -206,7 +221,7 @@ class Pruner(nn.Module):
             raise StateError("a MAC target needs the model's MAC counts")
         model, reduction = self.mac_model, rule.mac_reduction
         widths = [len(score) for score in scores]
-        order = [name for name, mask in self.mask_items() if isinstance(mask, ChannelMask)]
+        order = [name for name, mask in self.mask_items() if isinstance(mask, ChannelPolicy)]
 
         def macs(counts: list[int]) -> float:
             gone = others | dict(zip(names, counts, strict=True))
@@ -219,8 +234,8 @@ class Pruner(nn.Module):
 
         return reach_macs(counts_at, sum(widths), macs, model.macs([0] * len(order)), reduction)
 
-    def _mask(self, name: str) -> Mask:
-        return cast(Mask, self.masks[name])
+    def _mask(self, name: str) -> MaskPolicy:
+        return cast(MaskPolicy, self.masks[name])
 
 
 def _uniform(total: int, widths: list[int], most: list[int]) -> list[int]:
@@ -240,9 +255,16 @@ def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
             )
 
 
-def parameters_of(gm: nn.Module, mask: Mask) -> list[Tensor]:
+def parameters_of(gm: nn.Module, mask: MaskPolicy) -> list[Tensor]:
     """The parameters that ``mask`` is computed from, gathered from all ranks where they are sharded."""
     return [whole(gm.get_parameter(name)) for name in mask.parameters_read]
+
+
+def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:
+    """How many units the hard mask prunes now: of an N:M mask in every group, of others in all."""
+    if mask.planned:
+        return mask.pruned_now
+    return int(mask.pruned(*parameters_of(gm, mask)).sum())
 
 
 def find(model: nn.Module) -> tuple[fx.GraphModule, Pruner] | None:

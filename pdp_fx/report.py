@@ -12,12 +12,13 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from pdp_fx.api import normalised
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context
-from pdp_fx.masks import ChannelMask, Mask, NMMask
 from pdp_fx.passes.find_sites import FindSites, Sites
+from pdp_fx.policy import MaskPolicy, NMPolicy
 from pdp_fx.pruner import Pruner, find, parameters_of
 from pdp_fx.sharding import whole
 from pdp_fx.spec import PruneSpec, Unstructured
@@ -160,7 +161,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
 
 
 def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
-    masks: dict[str, list[Mask]] = {}
+    masks: dict[str, list[MaskPolicy]] = {}
     for _, mask in pruner.mask_items():
         for name in mask.parameters_read:
             masks.setdefault(name, []).append(mask)
@@ -171,7 +172,7 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
             weight, mine = whole(gm.get_parameter(name)).detach(), masks.get(name, [])
             left = weight
             for mask in mine:
-                if not isinstance(mask, ChannelMask):
+                if not isinstance(mask, ChannelPolicy):
                     left = torch.where(mask.pruned(weight), torch.zeros_like(weight), left)
             left = _without(left, name, gone, pruner.channels)
             facts = [_of_mask(gm, mask, name, weight) for mask in mine]
@@ -189,12 +190,12 @@ class _Masked:
     soft: float
 
 
-def _of_mask(gm: fx.GraphModule, mask: Mask, name: str, weight: Tensor) -> _Masked:
+def _of_mask(gm: fx.GraphModule, mask: MaskPolicy, name: str, weight: Tensor) -> _Masked:
     soft = _soft_share(mask, parameters_of(gm, mask))
-    if isinstance(mask, NMMask):
+    if isinstance(mask, NMPolicy):
         return _Masked(f"{mask.keep}:{mask.of}", 1.0, 1 - mask.keep / mask.of, soft)
     target = int(mask.target) if mask.allocated else None
-    if not isinstance(mask, ChannelMask):
+    if not isinstance(mask, ChannelPolicy):
         return _Masked("unstructured", 1.0, None if target is None else target / weight.numel(), soft)
     producer = mask.producers[mask.parameters_read.index(name)]
     places = producer.places
@@ -204,7 +205,7 @@ def _of_mask(gm: fx.GraphModule, mask: Mask, name: str, weight: Tensor) -> _Mask
 
 def gone_classes(gm: fx.GraphModule, pruner: Pruner) -> np.ndarray:
     """The channel classes that the hard masks drop now."""
-    masks = [mask for _, mask in pruner.mask_items() if isinstance(mask, ChannelMask)]
+    masks = [mask for _, mask in pruner.mask_items() if isinstance(mask, ChannelPolicy)]
     gone = [
         group.classes[mask.pruned(*parameters_of(gm, mask)).cpu().numpy()]
         for (group, _), mask in zip(pruner.groups, masks, strict=True)
@@ -224,7 +225,7 @@ def _without(weight: Tensor, name: str, gone: np.ndarray, channels: ChannelMap |
     return weight
 
 
-def _soft_share(mask: Mask, weights: list[Tensor]) -> float:
+def _soft_share(mask: MaskPolicy, weights: list[Tensor]) -> float:
     values = mask.values(*weights)
     return float(((values > 0.01) & (values < 0.99)).float().mean())
 

@@ -6,13 +6,14 @@ Plain values are dicts, strings, ints, floats and None, as JSON has them. TOML h
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from inspect import Parameter, signature
 from typing import TypeAlias, TypeVar, cast
 
 from pdp_fx.errors import SpecError
 from pdp_fx.field_checks import described, did_you_mean
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured
+from pdp_fx.policy_names import policy_path
 from pdp_fx.schedule import Schedule
 
 Plain: TypeAlias = "str | int | float | None | dict[str, Plain]"
@@ -26,8 +27,17 @@ _RULES: dict[str, type[Rule]] = {"unstructured": Unstructured, "nm": NM, "channe
 
 
 def fields_to_plain(instance: Rule | Schedule) -> dict[str, Plain]:
-    """The fields that hold a value, by name."""
-    return {name: value for name, value in asdict(instance).items() if value is not None}
+    """The fields that hold a value, by name; a policy by its import path.
+
+    Raises:
+        SpecError: a policy cannot be imported by its name.
+    """
+    values = {field.name: getattr(instance, field.name) for field in fields(instance)}
+    return {
+        name: policy_path(value) if callable(value) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def rule_to_plain(rule: Rule | None) -> Plain:

@@ -14,10 +14,10 @@ from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
 from pdp_fx.compiler import Context, Pipeline
 from pdp_fx.example_inputs import matching, normalised
 from pdp_fx.granularity import Rule
-from pdp_fx.masks import Mask
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.overrides import Overrides
 from pdp_fx.passes import CONVERT, PREPARE
+from pdp_fx.policy import MaskPolicy
 from pdp_fx.pruner import CHILD, Pruner, parameters_of
 from pdp_fx.spec import Allocation
 from pdp_fx.trace import trace
@@ -183,7 +183,7 @@ def state(prepared: nn.Module) -> Pruner:
     return cast(Pruner, prepared.get_submodule(CHILD))
 
 
-def mask_of(prepared: nn.Module, name: str) -> Mask:
+def mask_of(prepared: nn.Module, name: str) -> MaskPolicy:
     """One mask by its name."""
     return dict(state(prepared).mask_items())[name]
 

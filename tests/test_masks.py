@@ -5,13 +5,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdp_fx.masks import MILLION, UNSET, ChannelMask, Mask, MaskLayout, NMMask, Producer, WeightMask
+from pdp_fx.granularity import NM, Channels, Unstructured
+from pdp_fx.masks import ChannelMask, MaskLayout, NMMask, WeightMask
 from pdp_fx.ops.nm import group_view
 from pdp_fx.ops.soft_mask import soft_mask
 from pdp_fx.ops.threshold import threshold
+from pdp_fx.policy import MILLION, UNSET, MaskPolicy, MaskSite, Producer
 
 TAU = 1e-3
-AnyMask = TypeVar("AnyMask", bound=Mask)
+AnyMask = TypeVar("AnyMask", bound=MaskPolicy)
 
 
 def weight(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -25,11 +27,21 @@ def at(mask: AnyMask, target: int, share: float = 1.0) -> AnyMask:
     return mask
 
 
-MASKS = {
-    "weight": lambda: WeightMask(("w",), TAU),
-    "n:m": lambda: NMMask(("w",), TAU, 2, 4),
-    "channels": lambda: ChannelMask(("w",), TAU, (Producer(0, None),), 6),
-}
+def weight_mask() -> WeightMask:
+    return WeightMask(MaskSite(("w",), Unstructured(0.5), TAU))
+
+
+def nm_mask() -> NMMask:
+    return NMMask(MaskSite(("w",), NM(2, 4), TAU))
+
+
+def channel_mask(*producers: Producer, parts: tuple[tuple[int, ...], ...] = ()) -> ChannelMask:
+    axes = producers or (Producer(0, None),)
+    names = tuple("ab"[: len(axes)])
+    return ChannelMask(MaskSite(names, Channels(0.5), TAU, producers=axes, width=6, parts=parts))
+
+
+MASKS = {"weight": weight_mask, "n:m": nm_mask, "channels": channel_mask}
 every_mask = pytest.mark.parametrize("kind", MASKS)
 
 
@@ -62,7 +74,7 @@ def test_a_mask_says_when_its_target_is_fixed(kind: str) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 1.0])
 def test_a_weight_mask_prunes_its_share_of_the_target_by_index(share: float) -> None:
-    mask, w = at(WeightMask(("w",), TAU), 33, share).eval(), weight(6, 8)
+    mask, w = at(weight_mask(), 33, share).eval(), weight(6, 8)
     masked = mask(w)
     assert int((masked == 0).sum()) == mask.pruned_now == round(share * 33)
     smallest = w.detach().abs().flatten().argsort()[: mask.pruned_now]
@@ -71,7 +83,7 @@ def test_a_weight_mask_prunes_its_share_of_the_target_by_index(share: float) -> 
 
 
 def test_a_weight_mask_in_training_is_the_soft_mask_of_its_threshold() -> None:
-    mask, w = at(WeightMask(("w",), TAU), 30), weight(6, 8)
+    mask, w = at(weight_mask(), 30), weight(6, 8)
     t = threshold(w, torch.tensor(30))
     torch.testing.assert_close(mask(w), soft_mask(w, t, TAU), rtol=1e-12, atol=0)
     torch.testing.assert_close(mask.values(w), (mask(w) / w).detach(), rtol=1e-12, atol=0)
@@ -80,7 +92,7 @@ def test_a_weight_mask_in_training_is_the_soft_mask_of_its_threshold() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_ties_are_pruned_from_the_front(dtype: torch.dtype) -> None:
-    mask = at(WeightMask(("w",), TAU), 5).eval()
+    mask = at(weight_mask(), 5).eval()
     w = torch.full((3, 4), 0.1, dtype=dtype)
     assert mask.pruned(w).flatten().tolist() == [True] * 5 + [False] * 7
     assert int((mask(w) == 0).sum()) == 5
@@ -88,7 +100,7 @@ def test_ties_are_pruned_from_the_front(dtype: torch.dtype) -> None:
 
 
 def test_the_hard_mask_follows_the_weights_as_they_are() -> None:
-    mask, w = at(WeightMask(("w",), TAU), 20).eval(), weight(6, 8)
+    mask, w = at(weight_mask(), 20).eval(), weight(6, 8)
     first = mask.pruned(w)
     with torch.no_grad():
         w.copy_(w.flip(0))
@@ -100,7 +112,7 @@ def test_the_hard_mask_follows_the_weights_as_they_are() -> None:
 def test_an_nm_mask_prunes_whole_weights_of_groups_along_the_inputs(
     shape: tuple[int, ...], share: float, pruned: int
 ) -> None:
-    mask, w = NMMask(("w",), TAU, 2, 4).eval(), weight(*shape)
+    mask, w = nm_mask().eval(), weight(*shape)
     mask.advance(share)
     assert mask.pruned_now == pruned
     gone, magnitudes = group_view(mask.pruned(w), 4), group_view(w.detach().abs(), 4)
@@ -112,7 +124,7 @@ def test_an_nm_mask_prunes_whole_weights_of_groups_along_the_inputs(
 
 
 def test_a_ramp_of_groups_moves_the_soft_mask_between_whole_weights() -> None:
-    mask, w = NMMask(("w",), TAU, 2, 4), weight(6, 8)
+    mask, w = nm_mask(), weight(6, 8)
     means: list[float] = []
     for share in (0.25, 0.4, 0.5, 0.6, 0.75, 1.0):
         mask.advance(share)
@@ -124,7 +136,7 @@ def test_a_ramp_of_groups_moves_the_soft_mask_between_whole_weights() -> None:
 def test_channels_are_scored_by_the_root_mean_square_over_all_producers() -> None:
     first, second = weight(6, 8, 3, 3), weight(10, 6)
     places = (5, -1, 0, 1, -1, -1)
-    mask = ChannelMask(("a", "b"), TAU, (Producer(0, None), Producer(1, places)), 6)
+    mask = channel_mask(Producer(0, None), Producer(1, places))
     scores = mask.scores(first, second)
     for channel in range(6):
         rows = [first[channel].flatten()]
@@ -134,7 +146,7 @@ def test_channels_are_scored_by_the_root_mean_square_over_all_producers() -> Non
 
 
 def test_channels_of_lowest_score_go_and_the_mask_is_shared() -> None:
-    mask, w = at(ChannelMask(("w",), TAU, (Producer(0, None),), 6), 4), weight(6, 8)
+    mask, w = at(channel_mask(), 4), weight(6, 8)
     scores = mask.scores(w).detach()
     t = threshold(scores, torch.tensor(4))
     expected = torch.sigmoid((scores.square() - t.square()) / TAU)
@@ -146,7 +158,7 @@ def test_channels_of_lowest_score_go_and_the_mask_is_shared() -> None:
 
 
 def test_the_gradient_of_a_channel_mask_reaches_its_weights() -> None:
-    mask, w = at(ChannelMask(("w",), TAU, (Producer(0, None),), 6), 3), weight(6, 8)
+    mask, w = at(channel_mask(), 3), weight(6, 8)
     t = threshold(mask.scores(w).detach(), torch.tensor(3))
     upstream = torch.randn(6, dtype=torch.float64)
     (grad,) = torch.autograd.grad(mask(w), w, upstream)
@@ -157,7 +169,7 @@ def test_the_gradient_of_a_channel_mask_reaches_its_weights() -> None:
 
 
 def test_an_all_zero_channel_has_a_finite_gradient() -> None:
-    mask, w = at(ChannelMask(("w",), TAU, (Producer(0, None),), 6), 3), weight(6, 8)
+    mask, w = at(channel_mask(), 3), weight(6, 8)
     with torch.no_grad():
         w[2] = 0
     (grad,) = torch.autograd.grad(mask(w).sum(), w)
@@ -166,7 +178,7 @@ def test_an_all_zero_channel_has_a_finite_gradient() -> None:
 
 def test_the_best_channel_of_each_part_stays() -> None:
     w = torch.arange(1.0, 7.0)[:, None].expand(6, 4).contiguous()
-    mask = ChannelMask(("w",), TAU, (Producer(0, None),), 6, parts=((0, 1), (2, 3), (4, 5)))
+    mask = channel_mask(parts=((0, 1), (2, 3), (4, 5)))
     assert at(mask, 3).pruned(w).tolist() == [True, False, True, False, True, False]
 
 

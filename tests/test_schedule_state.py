@@ -10,7 +10,7 @@ from torch import fx, nn
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, Unstructured
 from pdp_fx.granularity import Rule
-from pdp_fx.masks import MILLION
+from pdp_fx.policy import MILLION
 from pdp_fx.schedule import share
 from tests.nets import RULES, at_once, counts, mask_of, net, state
 

@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, Unstructured
-from pdp_fx.masks import Mask
+from pdp_fx.masks import Tempered
+from pdp_fx.policy import MaskPolicy
 from pdp_fx.softness import Softness
 from pdp_fx.spec import Rule
 from tests.training.nets import RULES, Net, batch, sgd, state, training_step
@@ -28,7 +29,7 @@ def masked(rule: Rule, tau: float | str, tau_end: float | None = None, scale: fl
 
 
 def values(model: nn.Module) -> list[Tensor]:
-    masks: list[tuple[str, Mask]] = state(model).mask_items()
+    masks: list[tuple[str, MaskPolicy]] = state(model).mask_items()
     return [mask.values(*(model.get_parameter(name) for name in mask.parameters_read)) for _, mask in masks]
 
 
@@ -64,6 +65,7 @@ def test_a_relative_tau_means_the_same_at_every_scale(rule: Rule) -> None:
 def test_a_relative_tau_is_its_factor_times_the_mean_square(rule: Rule) -> None:
     model = masked(rule, "rel:0.5")
     for _, mask in state(model).mask_items():
+        assert isinstance(mask, Tempered)
         weight = model.get_parameter(mask.parameters_read[0])
         if isinstance(rule, Channels):
             weight = torch.rand(8)
@@ -106,5 +108,6 @@ def test_a_relative_tau_of_a_layer_of_zeros_is_not_zero(rule: Rule) -> None:
 
 def test_a_model_in_bfloat16_keeps_a_falling_tau_exact() -> None:
     model = masked(Unstructured(0.5), 1e-3, tau_end=1e-7).bfloat16()
-    taus = [mask.temperature(torch.ones(1)) for _, mask in state(model).mask_items()]
+    masks = [mask for mask in state(model).modules() if isinstance(mask, Tempered)]
+    taus = [mask.temperature(torch.ones(1)) for mask in masks]
     assert [float(tau) for tau in taus] == pytest.approx([1e-5] * len(taus), rel=1e-12)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.errors import StateError
-from pdp_fx.masks import ChannelMask, Mask
+from pdp_fx.policy import MaskPolicy
 from pdp_fx.pruner import find, parameters_of
 
 
@@ -66,5 +67,5 @@ class FlipCounter:
         self._last = now
 
 
-def _magnitudes(mask: Mask, weights: list[Tensor]) -> Tensor:
-    return mask.scores(*weights) if isinstance(mask, ChannelMask) else weights[0]
+def _magnitudes(mask: MaskPolicy, weights: list[Tensor]) -> Tensor:
+    return mask.scores(*weights) if isinstance(mask, ChannelPolicy) else weights[0]

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from pdp_fx.granularity import Unstructured
 from pdp_fx.masks import WeightMask
 from pdp_fx.ops import ranking
 from pdp_fx.ops.ranking import Ranking
 from pdp_fx.ops.select import Values
 from pdp_fx.ops.threshold import threshold
+from pdp_fx.policy import MaskSite
 
+SITE = MaskSite(("weight",), Unstructured(0.5), 1e-4)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,7 +34,7 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def masked_layer() -> tuple[WeightMask, nn.Parameter]:
-    mask = WeightMask(("weight",), 1e-4)
+    mask = WeightMask(SITE)
     mask.target.fill_(90)
     mask.advance(0.5)
     return mask, nn.Parameter(torch.randn(10, 15) * 0.03)
@@ -101,7 +104,7 @@ def test_no_way_of_writing_a_weight_leaves_a_stale_mask(
     mask.train(mode)
     mask(weight)
     change(weight)
-    fresh = WeightMask(("weight",), 1e-4).train(mode)
+    fresh = WeightMask(SITE).train(mode)
     fresh.target.fill_(90)
     fresh.advance(0.5)
     assert mask(weight).equal(fresh(weight))

@@ -1,0 +1,273 @@
+"""Policies of a user: what they may do, what the package does with them, and what it refuses."""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdp_fx
+from pdp_fx import (
+    NM,
+    ChannelPolicy,
+    Channels,
+    MaskPolicy,
+    MaskSite,
+    NMPolicy,
+    Progress,
+    PruneSpec,
+    Schedule,
+    SpecError,
+    Unstructured,
+    WeightPolicy,
+)
+from pdp_fx.masks import WeightMask
+from pdp_fx.printing import graph_text
+from pdp_fx.pruner import parameters_of
+from tests.nets import mask_of, state, train
+
+AT_ONCE = Schedule(start=0, epsilon=1.0)
+
+
+class Shrink(WeightPolicy):
+    """A trained threshold for each layer, which decides alone how much goes."""
+
+    planned = False
+    start: ClassVar[float] = -1.5
+
+    def __init__(self, site: MaskSite, start: float | None = None) -> None:
+        super().__init__(site)
+        self.score = nn.Parameter(torch.tensor(self.start if start is None else start))
+
+    def soft(self, weight: Tensor) -> Tensor:
+        return weight.sign() * (weight.abs() - self.score.sigmoid()).relu()
+
+    def hard(self, weight: Tensor) -> Tensor:
+        return self.soft(weight)
+
+    def pruned(self, *weights: Tensor) -> Tensor:
+        return self.soft(weights[0]) == 0
+
+    def penalty(self, *weights: Tensor) -> Tensor:
+        return -self.score
+
+
+class Straight(WeightPolicy):
+    """The hard mask in training, too; the gradient is that of the dense layer."""
+
+    def soft(self, weight: Tensor) -> Tensor:
+        return weight + (self.hard(weight) - weight).detach()
+
+
+class StraightNM(NMPolicy):
+    def soft(self, weight: Tensor) -> Tensor:
+        return weight + (self.hard(weight) - weight).detach()
+
+
+class Given(ChannelPolicy):
+    """Scores from elsewhere: here the last channels are the best."""
+
+    def soft(self, *weights: Tensor) -> Tensor:
+        return self.hard(*weights)
+
+    def scores(self, *weights: Tensor) -> Tensor:
+        return torch.arange(1.0, self.width + 1, device=weights[0].device)
+
+
+class Recorded(WeightPolicy):
+    """Writes down what `update` is told."""
+
+    calls: ClassVar[list[tuple[int, int, float]]] = []
+
+    def soft(self, weight: Tensor) -> Tensor:
+        return self.hard(weight)
+
+    @classmethod
+    def update(
+        cls, masks: Sequence[MaskPolicy], weights: Sequence[tuple[Tensor, ...]], now: Progress
+    ) -> None:
+        assert not torch.is_grad_enabled()
+        assert [mask.count.item() for mask in masks] == [
+            mask.pruned(*w).sum() for mask, w in zip(masks, weights, strict=True)
+        ]
+        cls.calls.append((len(masks), now.counter, now.share))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+
+
+def prepared(rule: Any, x: Tensor, **options: Any) -> Any:
+    return pdp_fx.prepare(net(), PruneSpec(rule, schedule=AT_ONCE, **options), x)
+
+
+def zeros(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p == 0 for name, p in model.named_parameters() if p.ndim > 1}
+
+
+def test_pdp_is_what_a_rule_without_a_policy_stands_for(x: Tensor) -> None:
+    default, named = prepared(Unstructured(0.5), x), prepared(Unstructured(0.5, policy=WeightMask), x)
+    for model in (default, named):
+        train(model, x)
+        pdp_fx.step(model)
+        train(model, x)
+    assert torch.equal(default(x), named(x))
+    assert torch.equal(pdp_fx.convert(default)(x), pdp_fx.convert(named)(x))
+
+
+def test_extra_parameters_train_with_the_model_and_go_with_convert(x: Tensor) -> None:
+    model = prepared(Unstructured(0.5, policy=Shrink), x)
+    scores = [name for name, _ in model.named_parameters() if name.startswith("pdp.")]
+    assert scores == [f"pdp.masks.{index}_weight.score" for index in ("0", "2", "4")]
+    before = mask_of(model, "0_weight").get_parameter("score").item()
+    train(model, x)
+    assert mask_of(model, "0_weight").get_parameter("score").item() != before
+    small = pdp_fx.convert(model)
+    assert len(list(small.parameters())) == len(list(net().parameters()))
+    assert torch.equal(small(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("policy", [Shrink, Straight, functools.partial(Shrink, start=-2.0)])
+def test_convert_gives_the_zeros_of_eval_mode_bit_for_bit(
+    policy: Callable[[MaskSite], MaskPolicy], x: Tensor
+) -> None:
+    model = prepared(Unstructured(0.5, policy=policy), x)
+    train(model, x)
+    pdp_fx.step(model)
+    train(model, x)
+    small = dict(pdp_fx.convert(model).named_parameters())
+    for name, mask in state(model).mask_items():
+        (weight,) = parameters_of(model, mask)
+        effective = mask.eval()(weight)
+        assert torch.equal(small[mask.parameters_read[0]], effective), name
+        assert torch.equal(effective == 0, mask.pruned(weight))
+    total = sum(int(zero.sum()) for zero in zeros(pdp_fx.convert(model)).values())
+    assert total == 8 * 16 + 8 * 4 + 16 * 8 - sum(int((p != 0).sum()) for p in small.values() if p.ndim > 1)
+    assert total == 144 or policy is not Straight
+
+
+def test_a_policy_survives_a_checkpoint_and_a_copy(x: Tensor) -> None:
+    spec = Unstructured(0.5, policy=Shrink)
+    model = prepared(spec, x)
+    train(model, x)
+    pdp_fx.step(model)
+    resumed = prepared(spec, x)
+    resumed.load_state_dict(model.state_dict())
+    assert torch.equal(resumed(x), model(x))
+    copied = copy.deepcopy(model)
+    train(copied, x)
+    assert not torch.equal(copied(x), model(x))
+    assert torch.equal(resumed(x), model(x))
+
+
+def test_a_dense_checkpoint_loads(x: Tensor) -> None:
+    model, dense = prepared(Unstructured(0.5, policy=Shrink), x), net()
+    train(model, x)
+    model.load_state_dict(dense.state_dict())
+    assert torch.equal(model.get_parameter("0.weight"), dense.get_parameter("0.weight"))
+
+
+def test_printouts_name_the_policy(x: Tensor) -> None:
+    rule = Unstructured(0.5, policy=functools.partial(Shrink, start=-1.0))
+    model = prepared(rule, x)
+    assert "* Shrink" in graph_text(model)
+    gone = int(mask_of(model, "0_weight").pruned(model.get_parameter("0.weight")).sum())
+    assert gone > 0
+    assert f"weights, {gone} of 128 pruned" in graph_text(model)
+    assert "Unstructured(ratio=0.5, policy=Shrink(start=-1.0))" in str(pdp_fx.explain(model))
+    assert repr(rule) == "Unstructured(ratio=0.5, policy=Shrink(start=-1.0))"
+    assert repr(NM(2, 4, policy=StraightNM)) == "NM(keep=2, of=4, policy=StraightNM)"
+
+
+def test_penalties_add_up_and_have_gradients(x: Tensor) -> None:
+    model = prepared(Unstructured(0.5, policy=Shrink), x)
+    penalty = pdp_fx.penalty(model)
+    assert penalty.item() == pytest.approx(3 * 1.5)
+    penalty.backward()
+    grad = mask_of(model, "2_weight").get_parameter("score").grad
+    assert grad is not None
+    assert float(grad) == -1
+    assert float(pdp_fx.penalty(prepared(Unstructured(0.5), x))) == 0
+
+
+@pytest.mark.parametrize(("allocation", "pools"), [("global", [3]), ("uniform", [1, 1, 1])])
+def test_update_sees_all_layers_of_a_rule_at_the_start_and_after_every_step(
+    allocation: str, pools: list[int], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorded, "calls", [])
+    spec = PruneSpec(Unstructured(0.5, policy=Recorded), schedule=Schedule(1, 0.5), allocation=allocation)  # pyright: ignore[reportArgumentType]
+    model = pdp_fx.prepare(net(), spec, x)
+    for _ in range(3):
+        pdp_fx.step(model)
+    states = [(0, 0.0), (1, 0.0), (2, 0.5), (3, 1.0)]
+    assert Recorded.calls == [(size, *now) for now in states for size in pools]
+
+
+def test_rules_of_single_layers_are_updated_apart(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorded, "calls", [])
+    overrides = {
+        "0": Unstructured(0.25, policy=Recorded),
+        "2": Unstructured(0.75, policy=Recorded),
+        "4": None,
+    }
+    model = pdp_fx.prepare(net(), PruneSpec(None, overrides, AT_ONCE), x)
+    pdp_fx.step(model)
+    pdp_fx.step(model)
+    assert [size for size, _, _ in Recorded.calls] == [1] * 6
+    assert {name: int(zero.sum()) for name, zero in zeros(pdp_fx.convert(model)).items()} == {
+        "0.weight": 32,
+        "2.weight": 96,
+        "4.weight": 0,
+    }
+
+
+def test_policies_for_patterns_and_channels(x: Tensor) -> None:
+    model = pdp_fx.prepare(
+        net(),
+        PruneSpec(Channels(0.5, policy=Given), {"4": NM(2, 4, policy=StraightNM), "2": None}, AT_ONCE),
+        x,
+    )
+    pdp_fx.step(model)
+    pdp_fx.step(model)
+    assert mask_of(model, "0")(model.get_parameter("0.weight")).tolist() == [0.0] * 8 + [1.0] * 8
+    weight = model.get_parameter("4.weight")
+    assert mask_of(model, "4_weight")(weight).unflatten(1, (2, 4)).count_nonzero(2).eq(2).all()
+    small = pdp_fx.convert(model)
+    assert torch.equal(small.get_parameter("0.weight"), model.get_parameter("0.weight")[8:])
+    torch.testing.assert_close(small(x), model.eval()(x))
+
+
+def test_a_spec_with_a_policy_goes_to_text_and_back() -> None:
+    spec = PruneSpec(Unstructured(0.5, policy=Straight), {"4": NM(2, 4, policy=StraightNM)})
+    assert f'policy = "{__name__}.Straight"' in spec.to_toml() or "test_policy.Straight" in spec.to_toml()
+    assert PruneSpec.from_toml(spec.to_toml()) == spec
+    assert Unstructured(0.5, policy="pdp_fx.masks.WeightMask") == Unstructured(0.5, policy=WeightMask)
+
+
+def test_what_cannot_be_a_policy_is_refused(x: Tensor) -> None:
+    with pytest.raises(SpecError, match="Unstructured: policy must be a subclass of WeightPolicy.*got 3 "):
+        Unstructured(0.5, policy=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SpecError, match=r"NM: policy: 'pdp_fx.masks.Nothing' cannot be imported"):
+        NM(2, 4, policy="pdp_fx.masks.Nothing")
+    with pytest.raises(
+        SpecError, match=r"0\.weight: the policy of .* must give a WeightPolicy, got .*Identity"
+    ):
+        prepared(Unstructured(0.5, policy=lambda _: nn.Identity()), x)
+    with pytest.raises(SpecError, match=r"must give a WeightPolicy, got .*Given"):
+        prepared(Unstructured(0.5, policy=Given), x)
+    with pytest.raises(SpecError, match=r"policy Shrink\(start=1\) cannot be written to a file"):
+        PruneSpec(Unstructured(0.5, policy=functools.partial(Shrink, start=1))).to_toml()
+
+
+def test_nothing_is_converted_before_a_free_policy_prunes(x: Tensor) -> None:
+    with pytest.raises(pdp_fx.StateError, match="nothing is pruned"):
+        pdp_fx.convert(prepared(Unstructured(0.5, policy=functools.partial(Shrink, start=-90.0)), x))
