@@ -14,16 +14,8 @@ from torch.nn import functional
 import pdp_fx
 from benchmarks.gpt2 import GPT2, Config
 from benchmarks.resnet_cifar import ResNet20
-from benchmarks.rival_masks import (
-    SRSTE,
-    ContinuousSparsification,
-    FixedMask,
-    OptG,
-    SoftThresholdReparameterization,
-    magnitude_mask,
-)
-from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
-from pdp_fx.pruner import find
+from benchmarks.rivals import CS, SRSTE, STR, Fixed, OptG
+from pdp_fx import NM, Channels, MaskSite, PruneSpec, Schedule, Unstructured
 from pdp_fx.spec import Rule
 
 METHODS = ("dense", "pdp", "pdp-nm", "pdp-channels", "fixed", "optg", "cs", "str", "sr-ste")
@@ -83,58 +75,50 @@ class Variant:
     Attributes:
         model: what is called.
         own: the parameters that the method adds.
-        penalties: the modules whose `penalty` joins the loss.
+        penalised: whether the method adds a term to the loss.
     """
 
     model: nn.Module
     own: list[nn.Parameter]
-    penalties: list[ContinuousSparsification]
+    penalised: bool = False
 
     def loss(self, inputs: Tensor, labels: Tensor, precision: str) -> Tensor:
         """The loss of one batch."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
             outputs = self.model(inputs)
             loss = functional.cross_entropy(outputs.flatten(0, -2).float(), labels.flatten())
-        for part in self.penalties:
-            loss = loss + part.penalty
-        return loss
+        return loss + pdp_fx.penalty(self.model) if self.penalised else loss
 
 
 def build(method: str, dense: nn.Module, example: Tensor) -> Variant:
     """The model ``dense`` as ``method`` trains it, sharing its parameters; every mask is half of the way."""
     if method == "dense":
-        return Variant(dense, [], [])
-    rules: dict[str, Rule] = {"pdp-nm": NM(2, 4), "sr-ste": NM(2, 4), "pdp-channels": Channels(ratio=0.4)}
+        return Variant(dense, [])
     tied = {"lm_head": None} if isinstance(dense, GPT2) else {}
-    spec = PruneSpec(rules.get(method, Unstructured(RATIO)), tied, Schedule(0, 0.5, "step"))
+    spec = PruneSpec(_rule(method), tied, Schedule(0, 0.5, "epoch", length=4))
     model = pdp_fx.prepare(dense, spec, example[:2])
     pdp_fx.step(model)
-    if not method.startswith("pdp"):
-        _replace_masks(model, method)
     own = list({*model.parameters()} - {*dense.parameters()})
-    parts = [part for part in model.modules() if isinstance(part, ContinuousSparsification)]
-    return Variant(model, own, parts)
+    return Variant(model, own, penalised=method == "cs")
 
 
-def _replace_masks(model: nn.Module, method: str) -> None:
-    """Put a rival's mask in the place of each of ours."""
-    found = find(model)
-    if found is None:
-        raise ValueError("not a prepared model")
-    gm, pruner = found
-    for name, mask in pruner.mask_items():
-        weight = gm.get_parameter(mask.parameters_read[0])
-        pruner.masks[name] = _rival(method, weight).to(weight.device)
+def _rule(method: str) -> Rule:
+    """The rule of a method; a mask that can be half of the way has a full ratio of `RATIO`."""
+    rules: dict[str, Rule] = {
+        "pdp": Unstructured(RATIO),
+        "pdp-nm": NM(2, 4),
+        "pdp-channels": Channels(ratio=0.4),
+        "fixed": Unstructured(RATIO / 2, policy=Fixed),
+        "optg": Unstructured(RATIO / 2, policy=OptG),
+        "cs": Unstructured(RATIO, policy=partial(CS, start=-1.0)),
+        "str": Unstructured(RATIO, policy=_str_half_way),
+        "sr-ste": NM(2, 4, policy=SRSTE),
+    }
+    return rules[method]
 
 
-def _rival(method: str, weight: Tensor) -> nn.Module:
-    if method == "fixed":
-        return FixedMask(weight, RATIO / 2)
-    if method == "optg":
-        return OptG(weight, RATIO / 2)
-    if method == "cs":
-        return ContinuousSparsification(weight)
-    if method == "sr-ste":
-        return SRSTE(2, 4)
-    kept = magnitude_mask(weight, RATIO / 2).bool()
-    return SoftThresholdReparameterization(max(float(weight.detach().abs()[~kept].max()), 1e-12))
+def _str_half_way(site: MaskSite) -> STR:
+    """STR with a score that prunes half of the ratio now."""
+    magnitude = site.weight.detach().abs().flatten()
+    threshold = float(magnitude.kthvalue(max(round(RATIO / 2 * magnitude.numel()), 1)).values)
+    return STR(site, float(torch.logit(torch.tensor(threshold, dtype=torch.float64), eps=1e-12)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,7 @@ class MaskPolicy(nn.Module):
         return None
 
     @classmethod
-    def update(cls, masks: Sequence[Self], weights: Sequence[tuple[Tensor, ...]], now: Progress) -> None:
+    def update(cls, masks: Sequence[Any], weights: Sequence[tuple[Tensor, ...]], now: Progress) -> None:
         """Change the state of the masks; called by `prepare`, and by `step` after it has set the counts.
 
         With ``Schedule(per="step")`` it is a hook after the step of the optimizer. It runs without

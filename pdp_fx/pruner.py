@@ -121,9 +121,12 @@ class Pruner(nn.Module):
     def check_unaveraged(self) -> None:
         """Raise StateError if the counts are not those that the counter stands for."""
         for name, mask in self.mask_items():
-            if int(mask.count) != round(self.share * max(int(mask.target), 0)):
+            count = int(mask.count)
+            mask.advance(self.share)
+            if count != int(mask.count):
+                mask.count.fill_(count)
                 raise StateError(
-                    f"{name} prunes {int(mask.count)} units, which is not what its schedule says: the state "
+                    f"{name} prunes {count} units, which is not what its schedule says: the state "
                     "of the schedule was averaged or edited; give an average the state of the model that it "
                     "follows, average.module.pdp.load_state_dict(model.pdp.state_dict())"
                 )
