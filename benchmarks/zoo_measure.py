@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,9 +176,9 @@ def _structure(prepared: nn.Module) -> Result:
     }
 
 
-def _weight_macs(channels: ChannelMap) -> Counter[str]:
+def _weight_macs(channels: ChannelMap) -> dict[str, float]:
     """Multiply-accumulates of each weight."""
-    counts: Counter[str] = Counter()
+    counts: dict[str, float] = defaultdict(float)
     for use in channels.contractions:
         counts[use.weight] += use.positions * math.prod(channels.shapes[use.weight])
     return counts

@@ -123,6 +123,9 @@ class WideValuesScaled(WideValues):
 class PrefixAndRotated(nn.Module):
     """The first token keeps its place, the others are turned by tables that all heads share (DINOv3)."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, WIDTH)

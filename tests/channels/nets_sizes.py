@@ -1,5 +1,7 @@
 """Numbers of channels that get into the arithmetic, into new tensors, or into other axes."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -112,7 +114,8 @@ class PatchesAsRows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = F.unfold(F.relu(self.stem(x)), 3)
-        x = self.conv.weight.flatten(1) @ patches + self.conv.bias[:, None]
+        bias = cast(Tensor, self.conv.bias)
+        x = self.conv.weight.flatten(1) @ patches + bias[:, None]
         return self.head(F.relu(x.unflatten(2, (4, 4))))
 
 
