@@ -39,27 +39,58 @@ def write_csv(rows: list[Result], path: Path) -> None:
 
 
 def summary(rows: list[Result]) -> str:
-    """Counts and medians by zoo and granularity, the peer's in columns of their own."""
-    kinds = dict.fromkeys((row["zoo"], row["granularity"], row["double"]) for row in rows)
-    table = [_summed(kind, [row for row in rows if (row["zoo"], row["granularity"], row["double"]) == kind])
-             for kind in kinds]  # fmt: skip
-    return tabulate(table, headers="keys", floatfmt=".2f")
-
-
-def _summed(kind: tuple[str, str, bool], rows: list[Result]) -> Result:
+    """Two tables in Markdown: ours by zoo and granularity, then Torch-Pruning on the same models."""
     rows = [row for row in rows if not row["status"].startswith("skipped")]
-    both = [row for row in rows if row["status"] == "exact" and row.get("peer_status") == "exact"]
+    kinds: dict[tuple[str, str], list[Result]] = {}
+    for row in rows:
+        kinds.setdefault((row["zoo"], _granularity(row)), []).append(row)
+    ours = [_ours(kind, found) for kind, found in kinds.items()]
+    beside = {kind: [row for row in found if "peer_status" in row] for kind, found in kinds.items()}
+    both = [_beside(kind, found) for kind, found in beside.items() if found]
+    return "\n\n".join(_table(table) for table in (ours, both) if table)
+
+
+def _table(rows: list[Result]) -> str:
+    return tabulate(rows, headers="keys", tablefmt="github", floatfmt=".2f")
+
+
+def _granularity(row: Result) -> str:
+    return f"{row['granularity']}{' float64' if row['double'] else ''}"
+
+
+def _ours(kind: tuple[str, str], rows: list[Result]) -> Result:
     return {
         "zoo": kind[0],
-        "granularity": f"{kind[1]}{' float64' if kind[2] else ''}",
+        "granularity": kind[1],
         "models": len(rows),
         **{word: _count(rows, "status", word) for word in ("exact", "refused", "failed", "wrong")},
+        "MACs that can go": _median(rows, lambda row: row.get("macs_prunable")),
         "MACs removed": _median(rows, lambda row: row.get("macs_removed")),
-        "compile s": _median(both or rows, _compile_seconds),
-        **{f"peer {word}": _count(rows, "peer_status", word) for word in ("exact", "failed", "wrong")},
-        "both: MACs removed": _median(both, lambda row: row.get("macs_removed")),
-        "peer's": _median(both, lambda row: row.get("peer_macs_removed")),
-        "peer s": _median(both, lambda row: row.get("peer_s")),
+        "zeros": _median(rows, lambda row: row.get("zeros")),
+        "compile s": _median(rows, _compile_seconds),
+        "peak MB": _median(rows, lambda row: row.get("memory_mb")),
+    }
+
+
+def _beside(kind: tuple[str, str], rows: list[Result]) -> Result:
+    both = [row for row in rows if row["status"] == "exact" and row.get("peer_status") == "exact"]
+    removed = [row for row in both if row["macs_removed"] < row["peer_macs_removed"] - 0.01]
+    faster = [row for row in both if (_compile_seconds(row) or 0) < row["peer_s"]]
+    return {
+        "zoo": kind[0],
+        "models": len(rows),
+        "exact": _count(rows, "status", "exact"),
+        **{
+            f"Torch-Pruning {word}": _count(rows, "peer_status", word)
+            for word in ("exact", "failed", "wrong")
+        },
+        "both exact": len(both),
+        "MACs removed": _median(both, lambda row: row.get("macs_removed")),
+        "its MACs removed": _median(both, lambda row: row.get("peer_macs_removed")),
+        "we remove less": len(removed),
+        "compile s": _median(both, _compile_seconds),
+        "its s": _median(both, lambda row: row.get("peer_s")),
+        "we are faster": len(faster),
     }
 
 
