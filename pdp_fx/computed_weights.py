@@ -79,7 +79,9 @@ def _effect(run: _Run, name: str, axis: int) -> Effect:
     if not changed.any() or not torch.equal(changed, zero):
         return Effect(False, False)
     size = dense.shape[1]
-    return Effect(True, all(_is_column(run, name, place, axis) for place in {0, 1, size // 2, size - 1}))
+    return Effect(
+        True, all(_is_column(run, name, place, axis) for place in {0, min(1, size - 1), size // 2, size - 1})
+    )
 
 
 def _is_column(run: _Run, name: str, place: int, axis: int) -> bool:

@@ -16,6 +16,7 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, compress
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import along, consume
+from pdp_fx.channels.rules_pointwise import pointwise
 
 aten = torch.ops.aten
 
@@ -56,10 +57,12 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
     batch = _batch_layer(along(left, 0), along(right, 0), flow)
     if batch is not None:
         layers.append(batch)
-    if added is not None:
-        flow.freeze_all([added], "it is added to a batched product")
-        layers = [Layer(layer.ids, torch.zeros_like(layer.zero), (layer,)) for layer in layers]
-    flow.put(call.result, layers)
+    if added is None:
+        flow.put(call.result, layers)
+        return
+    product = call.result.new_empty(()).expand(call.result.shape)
+    flow.put(product, layers)
+    pointwise(Call(aten.add.Tensor, (added, product), {}, call.result), flow)
 
 
 def _count(left: Tensor, right: Tensor, flow: LabelFlow) -> None:
