@@ -1,4 +1,4 @@
-"""The models of the zoo benchmark: torchvision, timm and transformers, all without pretrained weights.
+"""The models of the zoo benchmark: torchvision, timm, transformers, and chains; none has pretrained weights.
 
 A `Subject` is a model with a function that draws inputs for it: batches of the size that is asked
 for, except where the number of examples is part of what a model is given, as in a list of pictures.
@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_transformers
+from benchmarks import zoo_chains, zoo_transformers
 from benchmarks.zoo_outputs import Arguments
 
-ZOOS = ("torchvision", "timm", "transformers")
+ZOOS = ("torchvision", "timm", "transformers", "synthetic")
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,19 @@ def names(zoo: str, cache: Path) -> list[str]:
     if zoo == "torchvision":
         listed = cast(list[str], importlib.import_module("torchvision.models").list_models())
         return [name for name in listed if not name.startswith("quantized_")]
-    return (
-        _smallest_of_timm(cache / "timm_smallest.json") if zoo == "timm" else sorted(zoo_transformers.MODELS)
-    )
+    if zoo == "timm":
+        return _smallest_of_timm(cache / "timm_smallest.json")
+    return list(zoo_chains.DEPTHS) if zoo == "synthetic" else sorted(zoo_transformers.MODELS)
 
 
 def build(zoo: str, name: str) -> Subject:
     """Build one model with random weights."""
     if zoo == "torchvision":
         return _torchvision(name)
+    if zoo == "synthetic":
+        return Subject(
+            zoo_chains.chain(zoo_chains.DEPTHS[name]), lambda batch: (torch.randn(batch, 3, 8, 8),)
+        )
     return _timm(name) if zoo == "timm" else _transformers(name)
 
 

@@ -22,12 +22,11 @@ COLUMNS: tuple[str, ...] = (
 
 def line(row: Result) -> str:
     """One model in a few words."""
-    peer = (
-        f"; peer {row['peer_status'][:60]} {_share(row.get('peer_macs_removed'))}"
-        if "peer_status" in row
-        else ""
-    )
-    return f"{row['status'][:110]} {_share(row.get('macs_removed'))} in {row.get('seconds', 0):.0f} s{peer}"
+    ours = f"{row['status'][:110]} {_share(row.get('macs_removed'))}{_in(_compile_seconds(row))}"
+    if "peer_status" not in row:
+        return ours
+    theirs = f"{row['peer_status'][:60]} {_share(row.get('peer_macs_removed'))}{_in(row.get('peer_s'))}"
+    return f"{ours}; peer {theirs}"
 
 
 def write_csv(rows: list[Result], path: Path) -> None:
@@ -105,6 +104,10 @@ def _count(rows: list[Result], column: str, word: str) -> int:
 def _median(rows: list[Result], value: Callable[[Result], float | None]) -> float | None:
     known = [found for row in rows if (found := value(row)) is not None]
     return median(known) if known else None
+
+
+def _in(seconds: float | None) -> str:
+    return "" if seconds is None else f" in {seconds:.2f} s"
 
 
 def _share(value: float | None) -> str:

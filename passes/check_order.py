@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 from torch import fx
 
-from pdp_fx.channels.analysis import analyse
-from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.analysis import observe
+from pdp_fx.channels.record import Record
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import fresh, trial
@@ -33,9 +33,8 @@ class CheckOrder(Pass):
         if shrunk is None or ctx.example_inputs is None:
             return False
         with trial(gm):
-            after = analyse(
-                gm, fresh(ctx.example_inputs), frozenset(), ctx.spec.through_norms, shrunk.found.grouped
-            )
+            inputs, grouped = fresh(ctx.example_inputs), shrunk.found.grouped
+            after = observe(gm, inputs, frozenset(), grouped).record
         wrong = _new_meetings(shrunk, after)
         if wrong:
             raise VerifyError(
@@ -45,23 +44,23 @@ class CheckOrder(Pass):
         return False
 
 
-def _new_meetings(shrunk: Shrunk, after: ChannelMap) -> int:
-    """How many pairs of channels meet in the small graph that did not meet in the large one."""
+def _new_meetings(shrunk: Shrunk, after: Record) -> int:
+    """How many pairs of channels meet in the small graph that did not meet in the large one.
+
+    Channels that meet are of one class, so two of different classes have never met.
+    """
     before = shrunk.found
-    old_name = np.full(len(after.classes), -1)
-    for slot, ids in after.ids.items():
+    old_name = np.full(after.ties.count, -1)
+    for slot, ids in after.slots.items():
         if slot in before.ids:
-            stays = ~np.isin(before.slots[slot], shrunk.gone)
-            old_name[ids] = before.ids[slot][stays]
-    pairs = np.sort(old_name[after.pairs], axis=0)
-    roots = before.classes[pairs]
-    loose = (pairs[0] >= 0) & (roots[0] != roots[1])
+            old_name[ids.numpy()] = before.ids[slot][~shrunk.gone[before.slots[slot]]]
+    pairs = old_name[after.ties.joined()]
+    left, right = before.classes[pairs]
+    stays = np.zeros(len(before.classes), dtype=bool)
+    stays[before.stays] = True
     # A channel that must stay meets one that may go only inside a slice that is kept or dropped whole.
-    loose &= np.isin(roots[0], before.stays) == np.isin(roots[1], before.stays)
+    loose = (pairs >= 0).all(axis=0) & (left != right) & (stays[left] == stays[right])
     # Where a single head is left, a value shared by all heads meets it by channels; with several heads it
     # stayed, and was followed no further.
-    unseen = ~np.isin(pairs, before.pairs).all(axis=0)
-    loose &= ~(unseen & np.isin(roots[0], before.stays))
-    pairs = pairs[:, loose]
-    count = len(before.classes)
-    return int((~np.isin(pairs[0] * count + pairs[1], before.pairs[0] * count + before.pairs[1])).sum())
+    unseen = ~before.met[pairs].all(axis=0)
+    return int((loose & ~(unseen & stays[left])).sum())

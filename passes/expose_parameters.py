@@ -6,6 +6,7 @@ that a mask can be put between a parameter and its use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,15 +52,23 @@ class ExposeParameters(Pass):
         wanted = {site.parameter for site, _ in ctx.get(Plan).weights}
         wanted |= {slot.tensor for slot in masked_slots(ctx)}
         names = owned_names(gm)
+        swaps: dict[nn.Module, nn.Module] = {}
         for node in list(gm.graph.nodes):
             if node.op == "call_module":
-                _expose(gm, node, wanted, names)
+                _expose(gm, node, wanted, names, swaps)
+        swap_modules(gm, swaps)
         ctx.put(Exposed(_merge_reads(gm, wanted, names)))
         return bool(wanted)
 
 
-def _expose(gm: fx.GraphModule, node: fx.Node, wanted: set[str], names: dict[int, str]) -> None:
-    """Pass the wanted parameters of a module to it as arguments."""
+def _expose(
+    gm: fx.GraphModule,
+    node: fx.Node,
+    wanted: set[str],
+    names: dict[int, str],
+    swaps: dict[nn.Module, nn.Module],
+) -> None:
+    """Pass the wanted parameters of a module to it as arguments; ``swaps`` collects what takes them."""
     target = str(node.target)
     module = gm.get_submodule(target)
     kind = kind_of(module)
@@ -73,17 +82,20 @@ def _expose(gm: fx.GraphModule, node: fx.Node, wanted: set[str], names: dict[int
             read = gm.graph.get_attr(names[id(tensor)])
         read.meta = {"source": node.meta.get("source", "")}
         node.update_kwarg(parameter, read)
-        if type(module) is kind.plain:
-            explicit = reclass(module, kind.explicit)
-            swap_module(gm, module, explicit)
-            module = explicit
+        if type(module) is kind.plain and module not in swaps:
+            swaps[module] = reclass(module, kind.explicit)
 
 
 def swap_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put ``new`` in place of ``old`` everywhere in ``root``, under all its names."""
-    for name, module in named_modules(root):
-        if module is old:
-            root.set_submodule(name, new)
+    swap_modules(root, {old: new})
+
+
+def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
+    """Put every value in place of its key everywhere in ``root``, under all its names."""
+    for name, module in named_modules(root) if swaps else ():
+        if module in swaps:
+            root.set_submodule(name, swaps[module])
 
 
 def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:

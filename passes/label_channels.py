@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
-from pdp_fx.channels.analysis import analyse
+from pdp_fx.channels.analysis import analyse, observe, structure
+from pdp_fx.channels.record import Record
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import fresh, trial
-from pdp_fx.passes.find_sites import Sites
+from pdp_fx.passes.find_sites import FindSites, Sites
+from pdp_fx.spec import PruneSpec
+from pdp_fx.tracing.inputs import ExampleCall
+
+
+class LabelWatch:
+    """Lets labels flow through the run by which a trace is checked, so that no other run is needed.
+
+    Attributes:
+        record: what the labels have met in the last run; None before it, or if it failed.
+    """
+
+    def __init__(self, spec: PruneSpec) -> None:
+        self.record: Record | None = None
+        self._spec = spec
+
+    def __call__(self, gm: fx.GraphModule, call: ExampleCall) -> Any:
+        """Run ``gm`` in eval mode and return what it gives."""
+        self.record = None
+        ctx = Context(self._spec)
+        FindSites().run(gm, ctx)
+        inputs = (call.args, dict(call.kwargs))
+        observed = observe(gm, inputs, ctx.get(Sites).maskable)
+        self.record = observed.record
+        return observed.output
 
 
 @dataclass(frozen=True)
@@ -20,8 +45,12 @@ class LabelChannels(Pass):
     name: ClassVar[str] = "label-channels"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        if ctx.example_inputs is not None:
-            with trial(gm):
-                maskable = ctx.get(Sites).maskable
-                ctx.put(analyse(gm, fresh(ctx.example_inputs), maskable, ctx.spec.through_norms))
+        inputs, watch = ctx.example_inputs, ctx.find(LabelWatch)
+        if inputs is None:
+            return False
+        if watch is not None and watch.record is not None:
+            ctx.put(structure(watch.record, gm, inputs, ctx.spec.through_norms))
+            return False
+        with trial(gm):
+            ctx.put(analyse(gm, fresh(inputs), ctx.get(Sites).maskable, ctx.spec.through_norms))
         return False

@@ -46,9 +46,9 @@ class MaskChannels(Pass):
         called = {node.name: node for node in gm.graph.nodes}
         norms = [(called[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
         placed: Placed = {}
+        masked = set(slots)
         for group, rule in plan.groups:
-            members = set(group.members)
-            carriers = [exposed.nodes[slot.tensor] for slot in slots if slot in members]
+            carriers = [exposed.nodes[slot.tensor] for slot in group.members if slot in masked]
             carriers += [node for node, _, classes in norms if np.isin(classes, group.classes).any()]
             before = min(carriers, key=lambda node: order[node])
             names = tuple(slot.tensor for slot in group.producers)

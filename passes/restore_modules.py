@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.passes.expose_parameters import swap_module
+from pdp_fx.passes.expose_parameters import swap_modules
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RestoreModules(Pass):
     name: ClassVar[str] = "restore-modules"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        restored = False
+        swaps: dict[nn.Module, nn.Module] = {}
         for node in gm.graph.find_nodes(op="call_module"):
             target = str(node.target)
             module = gm.get_submodule(target)
@@ -32,10 +32,10 @@ class RestoreModules(Pass):
             for name in given:
                 _check_own(gm, node, name)
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in given}
-            if type(module) is kind.explicit:
-                swap_module(gm, module, reclass(module, kind.plain))
-                restored = True
-        return restored
+            if type(module) is kind.explicit and module not in swaps:
+                swaps[module] = reclass(module, kind.plain)
+        swap_modules(gm, swaps)
+        return bool(swaps)
 
 
 def _check_own(gm: fx.GraphModule, node: fx.Node, name: str) -> None:

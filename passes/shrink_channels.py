@@ -1,7 +1,7 @@
 """Remove the dropped channels from every parameter and buffer that carries them.
 
-The analysis is run again, on the graph without masks. Its labels say for each index of each axis
-which class it belongs to; slicing keeps the indices whose class stays.
+The labels of the analysis say for each index of each axis which class it belongs to; slicing keeps
+the indices whose class stays. It is run again if the model has changed since it was prepared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdp_fx.passes.harden_masks import Dropped, swap_tensors
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The channel structure before channels were removed, and the classes that are gone."""
+    """The channel structure before channels were removed, and for every class whether it is gone."""
 
     found: ChannelMap
     gone: np.ndarray
@@ -48,9 +48,11 @@ class ShrinkChannels(Pass):
             raise PassError(
                 "channels can only be removed with the example inputs that the model was prepared on"
             )
-        with trial(gm):
-            maskable = frozenset(name for name, _ in gm.named_parameters())
-            found = analyse(gm, fresh(ctx.example_inputs), maskable, ctx.spec.through_norms)
+        found = ctx.find(ChannelMap)
+        if found is None:
+            with trial(gm):
+                maskable = frozenset(name for name, _ in gm.named_parameters())
+                found = analyse(gm, fresh(ctx.example_inputs), maskable, ctx.spec.through_norms)
         gone = _gone_classes(found, rows)
         _resize_nodes(gm, found, gone)
         _slice_tensors(gm, found, gone)
@@ -60,16 +62,16 @@ class ShrinkChannels(Pass):
 
 
 def _gone_classes(found: ChannelMap, rows: dict[Slot, tuple[int, ...]]) -> np.ndarray:
-    """The classes of the dropped rows; none of them may be one that has to stay.
+    """For every class whether its rows are dropped; none may be one that has to stay.
 
     Weights that only training mode uses, such as those of auxiliary heads, are gone from the graph.
     """
     rows = {slot: indices for slot, indices in rows.items() if slot in found.slots}
-    if not rows:
-        return np.array([], dtype=np.int64)
-    gone = np.unique(np.concatenate([found.slots[slot][list(indices)] for slot, indices in rows.items()]))
+    gone = np.zeros(len(found.classes), dtype=bool)
+    for slot, indices in rows.items():
+        gone[found.slots[slot][list(indices)]] = True
     for group in found.frozen:
-        if np.isin(group.classes, gone).any():
+        if gone[group.classes].any():
             raise PassError(f"channels of {group.name} were to be removed, but must stay: {group.reasons[0]}")
     return gone
 
@@ -77,7 +79,7 @@ def _gone_classes(found: ChannelMap, rows: dict[Slot, tuple[int, ...]]) -> np.nd
 def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
     by_tensor: dict[str, dict[int, np.ndarray]] = {}
     for slot, classes in found.slots.items():
-        stays = np.flatnonzero(~np.isin(classes, gone))
+        stays = np.flatnonzero(~gone[classes])
         if len(stays) < len(classes):
             by_tensor.setdefault(slot.tensor, {})[slot.axis] = stays
     tensors: dict[str, Tensor] = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
@@ -96,11 +98,10 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     """Write new sizes into the nodes that are told any."""
     nodes = {node.name: node for node in gm.graph.nodes}
     changing = frozenset(
-        name
-        for name, ids in found.taint.items()
-        if any(np.isin(found.classes[i.numpy()], gone).any() for i in ids)
+        name for name, ids in found.taint.items() if any(gone[found.classes[i.numpy()]].any() for i in ids)
     )
-    for name in found.resized:
+    # Nodes that only training mode needs are gone from the graph.
+    for name in [name for name in found.resized if name in nodes]:
         node = nodes[name]
         rewrite = rewrite_of(gm, node)
         if rewrite is None:
@@ -116,13 +117,9 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
     inputs: dict[str, int] = {}
     for contraction in found.contractions:
         if contraction.inputs is not None:
-            inputs[contraction.weight] = int(
-                (~np.isin(found.classes[contraction.inputs.numpy()], gone)).sum()
-            )
+            inputs[contraction.weight] = int((~gone[found.classes[contraction.inputs.numpy()]]).sum())
     names = owned_names(gm)
-    normalised = {
-        site.node: int((~np.isin(found.classes[site.ids.numpy()], gone)).sum()) for site in found.norms
-    }
+    normalised = {site.node: int((~gone[found.classes[site.ids.numpy()]]).sum()) for site in found.norms}
     for node in gm.graph.find_nodes(op="call_module"):
         module = gm.get_submodule(str(node.target))
         kind = kind_of(module)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import replace
+from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.collecting import collecting_new
 from pdp_fx.compiler import Context, OnPass
 from pdp_fx.errors import PdpError, SpecError, StateError, VerifyError
 from pdp_fx.example_inputs import matching, normalised
 from pdp_fx.field_checks import described
+from pdp_fx.fingerprint import fingerprint
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
+from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.passes.verify_equivalence import Reference, eval_outputs
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
@@ -34,6 +38,7 @@ LOOSE = 1e-4
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
+@collecting_new()
 def prepare(
     model: nn.Module,
     spec: PruneSpec,
@@ -65,7 +70,8 @@ def prepare(
     """
     _refuse_unfit(model, spec)
     inputs = normalised(example_inputs)
-    gm = trace(model, example_inputs)
+    watch = LabelWatch(spec)
+    gm = trace(model, example_inputs, watch)
     if hasattr(gm, CHILD):
         raise StateError(
             f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it"
@@ -75,8 +81,9 @@ def prepare(
     gm.add_submodule(CHILD, pruner)
     ctx = Context(spec, inputs, dict(named_modules(model)))
     ctx.put(pruner)
+    ctx.put(watch)
     PREPARE.run(gm, ctx, on_pass)
-    _keep_findings(pruner, ctx)
+    _keep_findings(gm, pruner, ctx)
     pruner.to(_device(model))
     pruner.train(model.training)
     pruner.check_reachable(gm)
@@ -120,6 +127,7 @@ def penalty(model: nn.Module) -> Tensor:
     return torch.stack(terms).sum() if terms else torch.zeros((), device=_device(gm))
 
 
+@collecting_new()
 def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     """Apply the hard masks, remove channels, fold BatchNorm, and check the result by numbers.
 
@@ -179,12 +187,19 @@ def _proved_tolerance(gm: fx.GraphModule) -> float:
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     try:
-        copied = copy.deepcopy(gm)
+        copied = copy.deepcopy(gm, _empty_tables(gm))
     except RuntimeError as err:
         raise StateError(f"the model cannot be copied: {err}") from err
     # Every graph module has a class of its own, whose name deepcopy forgets.
     type(copied).__name__ = type(gm).__name__
     return copied
+
+
+def _empty_tables(gm: fx.GraphModule) -> dict[int, Any]:
+    """What deepcopy is told of the dozen empty tables that every module has, and which take it long."""
+    tables = [value for module in gm.modules() for value in vars(module).values()]
+    empty = [table for table in tables if type(table) is OrderedDict and not table]
+    return {id(table): OrderedDict[str, Any]() for table in empty}
 
 
 def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> fx.GraphModule:
@@ -195,6 +210,8 @@ def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> 
     inputs = None if pruner.example_inputs is None else matching(pruner.example_inputs, gm)
     ctx = Context(pruner.spec, inputs)
     ctx.put(pruner)
+    if pruner.channels is not None and pruner.fingerprint == fingerprint(gm):
+        ctx.put(pruner.channels)
     gm.eval()
     if inputs is not None:
         ctx.put(Reference(eval_outputs(gm, inputs), tolerance))
@@ -202,15 +219,16 @@ def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> 
     return plain(gm)
 
 
-def _keep_findings(pruner: Pruner, ctx: Context) -> None:
-    """Keep what explain, report and the schedule need after the passes have run."""
+def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
+    """Keep what explain, report, the schedule and convert need after the passes have run."""
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
     pruner.weights = tuple(site.parameter for site in ctx.get(Sites).weights)
     pruner.groups = plan.groups
     pruner.kept = plan.kept
     pruner.skipped = plan.skipped
     if found is not None:
-        pruner.channels = replace(found, values={}, ids={}, pairs=found.pairs[:, :0])
+        pruner.channels = found.abridged(gm)
+        pruner.fingerprint = fingerprint(gm)
         pruner.mac_model = mac_model(found, [group for group, _ in plan.groups])
 
 

@@ -43,6 +43,7 @@ class Pruner(nn.Module):
         kept: the channel groups that stay, with the reasons.
         skipped: what the spec asks for but does not fit, as (name, reason) pairs.
         channels: the model's channel structure, when it was prepared with example inputs.
+        fingerprint: of the prepared graph module, to tell whether it still has these channels.
         mac_model: multiply-accumulates by kept channels; groups in the order of the channel masks.
         example_inputs: what the model was traced with; `convert` checks itself on it.
     """
@@ -61,6 +62,7 @@ class Pruner(nn.Module):
         self.kept: tuple[ChannelGroup, ...] = ()
         self.skipped: tuple[tuple[str, str], ...] = ()
         self.channels: ChannelMap | None = None
+        self.fingerprint = ""
         self.mac_model: MacModel | None = None
         self.register_buffer("counter", torch.tensor(0))
         self.register_load_state_dict_post_hook(_accept_dense_checkpoint)

@@ -7,7 +7,7 @@ channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ from pdp_fx.channels import (
     rules_layout,
     rules_norm,
 )
-from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
+from pdp_fx.channels.grouping import Make, Stay, collect_groups, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot
 from pdp_fx.channels.record import Call, Production, Record
 from pdp_fx.channels.rectangles import make_rectangular
@@ -49,7 +50,6 @@ def analyse(
     inputs: Inputs,
     maskable: frozenset[str],
     through_norms: bool = False,
-    grouped: frozenset[str] = frozenset(),
 ) -> ChannelMap:
     """Run ``gm`` on ``inputs`` once, in eval mode, and return its channel structure.
 
@@ -58,6 +58,34 @@ def analyse(
         inputs: positional and keyword arguments.
         maskable: names of the parameters that a mask can be put on.
         through_norms: whether residual streams that LayerNorm, RMSNorm or a mean runs over may go.
+    """
+    return structure(observe(gm, inputs, maskable).record, gm, inputs, through_norms)
+
+
+def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms: bool) -> ChannelMap:
+    """The channel structure, from what a run of ``gm`` on ``inputs`` has shown."""
+    tensors = [leaf for leaf in tree_leaves(place_arguments(gm, inputs)) if isinstance(leaf, Tensor)]
+    batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+    return _solve(record, batch, None if through_norms else gm.graph)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the labels have met in a run, and what the run gave."""
+
+    record: Record
+    output: Any
+
+
+def observe(
+    gm: fx.GraphModule, inputs: Inputs, maskable: frozenset[str], grouped: frozenset[str] = frozenset()
+) -> Observed:
+    """Run ``gm`` on ``inputs`` once, in eval mode, and see what its labels meet.
+
+    Args:
+        gm: a traced graph; nothing in it changes.
+        inputs: positional and keyword arguments.
+        maskable: names of the parameters that a mask can be put on.
         grouped: weights of grouped convolutions, also where each group has a single channel left.
     """
     flow = LabelFlow(gm, maskable, rule_of)
@@ -75,10 +103,8 @@ def analyse(
             return kind is not None and kind.takes_mask
         return node.target in MASKED
 
-    record = run(gm, inputs, flow, after, can_mask)
-    tensors = [leaf for leaf in tree_leaves(place_arguments(gm, inputs)) if isinstance(leaf, Tensor)]
-    batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
-    return _solve(record, batch, None if through_norms else gm.graph)
+    output = run(gm, inputs, flow, after, can_mask)
+    return Observed(flow.record, output)
 
 
 def _settle_norm(flow: LabelFlow, result: Any) -> None:
@@ -122,21 +148,21 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
             record.ties.freeze(ids, reason)
     if gated is not None:
         keep_streams(record, gated, classes)
-    reasons = record.ties.frozen(classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
-    makes = _makes(record)
-    makers = _makers(makes, classes, slots)
-    _keep_unused(makes, makers, slots, reasons)
+    makes, unused = _makes(record, slots, classes)
+    stays = [*((distinct(classes[ids]), reason) for ids, reason in record.ties.frozen), *unused]
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
-    parts = [frozenset(np.unique(classes[ids.numpy()]).tolist()) for ids in [*record.parts, *carried]]
-    groups = _with_parts(_groups(makers, slots, reasons), parts, makers, reasons)
+    parts = (classes[ids.numpy()] for ids in [*record.parts, *carried])
+    groups = collect_groups(slots, makes, stays, parts, len(classes))
+    met = np.zeros(len(classes), dtype=bool)
+    met[record.ties.joined()] = True
     return ChannelMap(
         groups=tuple(group for group in groups if not group.reasons),
         frozen=tuple(group for group in groups if group.reasons),
         slots=slots,
         ids={slot: ids.numpy() for slot, ids in record.slots.items()},
-        pairs=record.ties.joined(),
-        stays=np.array(sorted(reasons), dtype=np.int64),
+        met=met,
+        stays=distinct(np.concatenate([np.empty(0, dtype=np.int64), *(kept for kept, _ in stays)])),
         grouped=frozenset(record.grouped),
         masked=_masked(record.demands),
         norms=tuple(record.norms),
@@ -151,95 +177,33 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
     )
 
 
-Makers = dict[int, tuple[Slot, ...]]
+def _makes(
+    record: Record, slots: dict[Slot, np.ndarray], classes: np.ndarray
+) -> tuple[list[Make], list[Stay]]:
+    """Which weight axes make which classes; and what is cut off a weight before its use, which stays."""
+    made, carried = np.zeros(len(classes), dtype=bool), np.zeros(len(classes), dtype=bool)
+    makes: list[Make] = []
+    for production in _productions(record):
+        carried[slots[production.slot]] = True
+        roots = classes[production.ids.numpy()]
+        makes.append((production.slot, roots[carried[roots]]))
+        made[makes[-1][1]] = True
+        carried[slots[production.slot]] = False
+    unused: list[Stay] = []
+    for slot in dict.fromkeys(slot for slot, _ in makes):
+        rest = slots[slot][~made[slots[slot]]]
+        if len(rest):
+            makes.append((slot, rest))
+            made[rest] = True
+            unused.append((distinct(rest), Reason(slot.tensor, "", UNUSED)))
+    return makes, unused
 
 
-def _makes(record: Record) -> list[Production]:
+def _productions(record: Record) -> list[Production]:
     """What makes channels of data: not what is only a part of a computed weight."""
     outer = {made.slot for made in record.producers if not made.inner}
     inner = record.weighing - outer
     return [made for made in record.producers if not made.inner or made.slot not in inner]
-
-
-def _makers(producers: list[Production], classes: np.ndarray, slots: dict[Slot, np.ndarray]) -> Makers:
-    """The weight axes that make each class."""
-    makers: dict[int, dict[Slot, None]] = {}
-    for made in producers:
-        carried = set(slots[made.slot].tolist())
-        for root in dict.fromkeys(classes[made.ids.numpy()].tolist()):
-            if root in carried:
-                makers.setdefault(root, {})[made.slot] = None
-    return {root: tuple(made_by) for root, made_by in makers.items()}
-
-
-def _keep_unused(
-    makes: list[Production], makers: Makers, slots: dict[Slot, np.ndarray], reasons: dict[int, list[Reason]]
-) -> None:
-    """Let what is cut off a weight before its use stay, and say so."""
-    for slot in dict.fromkeys(made.slot for made in makes):
-        for root in dict.fromkeys(slots[slot].tolist()):
-            if root not in makers:
-                makers[root] = (slot,)
-                reasons.setdefault(root, []).append(Reason(slot.tensor, "", UNUSED))
-
-
-def _with_parts(
-    groups: list[ChannelGroup], parts: list[frozenset[int]], makers: Makers, reasons: dict[int, list[Reason]]
-) -> list[ChannelGroup]:
-    """Note in each group which of its channels are cut apart from the others.
-
-    A part needs no care if one of its channels stays anyway: because it is frozen, because nothing
-    makes it, or because the part holds a whole group, of which one channel always stays.
-    """
-    loose = [part for part in dict.fromkeys(parts) if all(r in makers and r not in reasons for r in part)]
-    whole = [frozenset(group.classes.tolist()) for group in groups]
-    found: list[ChannelGroup] = []
-    for group, inside in zip(groups, whole, strict=True):
-        places = {root: place for place, root in enumerate(group.classes.tolist())}
-        mine = [
-            part & inside for part in loose if part & inside and not any(other <= part for other in whole)
-        ]
-        found.append(
-            replace(
-                group,
-                parts=tuple(tuple(sorted(places[root] for root in part)) for part in dict.fromkeys(mine)),
-            )
-        )
-    return found
-
-
-def _groups(
-    makers: Makers, slots: dict[Slot, np.ndarray], reasons: dict[int, list[Reason]]
-) -> list[ChannelGroup]:
-    """Collect classes made by the same producers; frozen ones apart from prunable ones."""
-    found: dict[tuple[tuple[Slot, ...], bool], list[int]] = {}
-    for root, made_by in makers.items():
-        found.setdefault((made_by, root in reasons), []).append(root)
-    carriers: dict[int, list[Slot]] = {}
-    for slot, ids in slots.items():
-        for root in np.unique(ids).tolist():
-            carriers.setdefault(root, []).append(slot)
-    names: list[str] = []
-    return [
-        _group(made_by, roots, carriers, reasons if is_frozen else {}, names)
-        for (made_by, is_frozen), roots in found.items()
-    ]
-
-
-def _group(
-    made_by: tuple[Slot, ...],
-    roots: list[int],
-    carriers: dict[int, list[Slot]],
-    reasons: dict[int, list[Reason]],
-    names: list[str],
-) -> ChannelGroup:
-    """The group of these classes; ``names`` are the first producers of the groups so far."""
-    members = dict.fromkeys(slot for root in roots for slot in carriers[root])
-    why = dict.fromkeys(reason for root in roots for reason in reasons.get(root, []))
-    first = made_by[0].tensor.rpartition(".")[0] or made_by[0].tensor
-    names.append(first)
-    name = first if names.count(first) == 1 else f"{first} ({names.count(first)})"
-    return ChannelGroup(name, np.array(roots), made_by, tuple(members), tuple(why))
 
 
 def _masked(demands: list[Layer]) -> frozenset[Slot]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, fx
 
 from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.channels.record import Contraction, Labelled, NormSite
@@ -39,6 +39,10 @@ class ChannelGroup:
         """Number of channels."""
         return len(self.classes)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelGroup:
+        """Nothing in a group ever changes, so a copied model shares it."""
+        return self
+
 
 @dataclass(frozen=True, repr=False)
 class ChannelMap:
@@ -49,7 +53,7 @@ class ChannelMap:
         frozen: groups whose channels stay, each with its reasons.
         slots: the class of every index of every parameter and buffer axis.
         ids: the label of every index of every parameter and buffer axis.
-        pairs: labels that operations bring together, shape (2, pairs).
+        met: for every label whether an operation brings it together with another.
         stays: the classes that must stay.
         grouped: weights of grouped convolutions that are not depthwise.
         masked: the parameter axes that must be masked so that dropped channels are 0.
@@ -67,7 +71,7 @@ class ChannelMap:
     frozen: tuple[ChannelGroup, ...]
     slots: dict[Slot, np.ndarray]
     ids: dict[Slot, np.ndarray]
-    pairs: np.ndarray
+    met: np.ndarray
     stays: np.ndarray
     grouped: frozenset[str]
     masked: frozenset[Slot]
@@ -81,15 +85,32 @@ class ChannelMap:
     batch: int
     classes: np.ndarray
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:
+        """Nothing in a map ever changes, so a copied model shares it."""
+        return self
+
+    def abridged(self, gm: fx.GraphModule) -> ChannelMap:
+        """The map without the values of nodes, except for those that a resized node reads or gives."""
+        nodes = {node.name: node for node in gm.graph.nodes}
+        read = [source.name for name in self.resized for source in nodes[name].all_input_nodes]
+        wanted = [name for name in (*read, *self.resized) if name in self.values]
+        return replace(
+            self, values={name: tuple(value.bare() for value in self.values[name]) for name in wanted}
+        )
+
     def kept(self, value: Labelled, gone: np.ndarray) -> Kept:
-        """Which indices of a tensor stay when the classes ``gone`` are dropped.
+        """Which indices of a tensor stay when classes are dropped.
+
+        Args:
+            value: the tensor's shape and labels.
+            gone: for every class whether it is dropped.
 
         Raises:
             PassError: what stays is not a rectangle.
         """
         stays: dict[int, np.ndarray] = {}
         for layer in value.layers:
-            grid = ~np.isin(self.classes[layer.ids.numpy()], gone)
+            grid = ~gone[self.classes[layer.ids.numpy()]]
             for axis in layer.support:
                 others = tuple(other for other in range(grid.ndim) if other != axis)
                 stays[axis] = np.asarray(grid.any(axis=others))

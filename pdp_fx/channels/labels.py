@@ -8,6 +8,7 @@ can carry several layers (a weight has one for its rows and one for its columns)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class Layer:
     slot: Slot | None = None
     free: bool = False
 
-    @property
+    @cached_property
     def support(self) -> frozenset[int]:
         """The axes along which the labels change."""
         return frozenset(axis for axis, size in enumerate(self.ids.shape) if size > 1)
@@ -109,14 +110,22 @@ class Ties:
     """Fresh labels, the pairs of labels that are tied, and the labels that must stay.
 
     Ties are only collected here; `classes` solves them all at once.
+
+    Attributes:
+        frozen: labels that must stay, with the reasons, in the order in which these were met.
     """
 
     def __init__(self) -> None:
         self._next = 0
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
-        self._frozen: list[tuple[np.ndarray, Reason]] = []
+        self.frozen: list[tuple[np.ndarray, Reason]] = []
         self._roots = np.arange(0)
         self._joined: list[np.ndarray] = []
+
+    @property
+    def count(self) -> int:
+        """How many labels there are."""
+        return self._next
 
     def fresh(self, count: int) -> Tensor:
         """Return ``count`` new labels."""
@@ -127,7 +136,7 @@ class Ties:
         """Tie labels that an operation brings together element by element, broadcasting."""
         pairs = self._add(left, right)
         if pairs.size:
-            self._joined.append(np.sort(pairs, axis=0))
+            self._joined.append(pairs)
 
     def bind(self, left: Tensor, right: Tensor) -> None:
         """Tie labels that only have to be kept or dropped together, broadcasting."""
@@ -143,12 +152,12 @@ class Ties:
         return found
 
     def joined(self) -> np.ndarray:
-        """All pairs of labels that operations bring together, the smaller first, shape (2, pairs)."""
+        """All pairs of labels that operations bring together, shape (2, pairs)."""
         return np.concatenate(self._joined, axis=1) if self._joined else np.empty((2, 0), dtype=np.int64)
 
     def freeze(self, ids: Tensor, reason: Reason) -> None:
         """Say that these labels must stay."""
-        self._frozen.append((ids.reshape(-1).unique().numpy(), reason))
+        self.frozen.append((ids.reshape(-1).numpy(), reason))
 
     def classes(self) -> np.ndarray:
         """Return for every label the smallest label that it is tied to, shape (labels,)."""
@@ -160,16 +169,6 @@ class Ties:
             self._pairs = []
         self._roots = parent
         return parent
-
-    def frozen(self, classes: np.ndarray) -> dict[int, list[Reason]]:
-        """Return the reasons, in the order in which they were met, of every frozen class."""
-        reasons: dict[int, list[Reason]] = {}
-        for ids, reason in self._frozen:
-            for root in np.unique(classes[ids]).tolist():
-                known = reasons.setdefault(root, [])
-                if reason not in known:
-                    known.append(reason)
-        return reasons
 
 
 def _joined(parent: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,6 +104,10 @@ class Labelled:
 
     shape: tuple[int, ...]
     layers: tuple[Layer, ...]
+
+    def bare(self) -> Labelled:
+        """The same without what the labels were made from."""
+        return Labelled(self.shape, tuple(replace(layer, needs=()) for layer in self.layers))
 
 
 @dataclass

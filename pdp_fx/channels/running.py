@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
-from pdp_fx.channels.record import Labelled, Record
+from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.rules_attention import keep_scale
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
@@ -114,12 +114,11 @@ def run(
     flow: LabelFlow,
     after: After,
     can_mask: Callable[[fx.Node], bool],
-) -> Record:
-    """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it saw."""
+) -> Any:
+    """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it gives."""
     placed = place_arguments(gm, inputs)
     with evaluating(gm), torch.no_grad(), flow:
-        _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
-    return flow.record
+        return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
 
 
 def place_arguments(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:

@@ -8,8 +8,8 @@ from torch import nn
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.align import Alignment, align
 from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.forgetting import forgetting
 from pdp_fx.tracing.inputs import ExampleCall
-from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
@@ -62,8 +62,12 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
         if known is not None:
             return known
         try:
-            with preserved(model):
-                findings.note(training, record(model.train(training), example.fresh(), findings))
+            recording = forgetting(
+                lambda: record(model.train(training), example.fresh(), findings),
+                model,
+                expected=(UnrecordableError,),
+            )
+            findings.note(training, recording)
         except UnrecordableError as err:
             _keep_whole(model, err, findings)
 

@@ -5,6 +5,7 @@ that is put back, whether or not the run succeeds: training flags, attributes, t
 plain lists and dicts that modules hold, and the random number generators of torch, Python and numpy.
 """
 
+import operator
 import random
 from collections import deque
 from collections.abc import Generator
@@ -39,9 +40,12 @@ class _Saved:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes = dict(vars(module))
-        self.contents = {
-            name: value.copy() for name, value in vars(module).items() if isinstance(value, _CONTAINERS)
-        }
+        # Most of the dozen tables of a module are empty.
+        self.contents = [
+            (value, value.copy() if value else None)
+            for value in self.attributes.values()
+            if isinstance(value, _CONTAINERS)
+        ]
         self.buffers = [
             (buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None
         ]
@@ -53,10 +57,14 @@ class _Saved:
 
     def restore(self) -> None:
         state = vars(self.module)
-        state.clear()
-        state.update(self.attributes)
-        for name, content in self.contents.items():
-            _refill(state[name], content)
+        if not _identical(state, self.attributes):
+            state.clear()
+            state.update(self.attributes)
+        for container, content in self.contents:
+            if content is not None:
+                _refill(container, content)
+            elif container:
+                container.clear()
         with torch.no_grad():
             for buffer, value in self.buffers:
                 if not _same(buffer, value):
@@ -79,10 +87,9 @@ def _refill(container: Any, content: Any) -> None:
 def _identical(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
-    if isinstance(container, list | deque):
-        return all(mine is theirs for mine, theirs in zip(container, content, strict=True))
-    pairs = zip(container.items(), content.items(), strict=True)
-    return all(mine[0] is theirs[0] and mine[1] is theirs[1] for mine, theirs in pairs)
+    if not all(map(operator.is_, container, content)):
+        return False
+    return isinstance(container, list | deque) or all(map(operator.is_, container.values(), content.values()))
 
 
 def _same(buffer: torch.Tensor, value: torch.Tensor) -> bool:

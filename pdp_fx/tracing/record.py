@@ -1,10 +1,13 @@
 """One recorded run of a model on its example inputs."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.inputs import ExampleCall, bind
 from pdp_fx.tracing.intercept import listening
+from pdp_fx.tracing.outcome import outcome
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.steps import Recording
 
@@ -26,6 +29,6 @@ def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Record
         call = bind(recorder, model, example)
         with listening(recorder):
             result = model(*call.args, **call.kwargs)
-        return recorder.finish(result)
+        return replace(recorder.finish(result), outcome=outcome(model, result))
     finally:
         recorder.session.open = False

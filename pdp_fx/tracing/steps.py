@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from pdp_fx.tracing.outcome import Outcome
+
 DIFFERS_BY_MODE = "acts differently in training mode"
 """Why a module without weights is kept whole although its data do not decide what it does."""
 
@@ -110,11 +112,13 @@ class Recording:
         steps: in order, the placeholders first.
         output: what the model returned, with values for what was computed.
         scopes: the module calls that happened, also those without a step of their own.
+        outcome: what the run gave; None if nothing was run.
     """
 
     steps: tuple[Step, ...]
     output: Any
     scopes: frozenset[Scope]
+    outcome: Outcome | None = None
 
 
 class UnrecordableError(Exception):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,11 +45,16 @@ class Watch(TorchDispatchMode):
         self.read_weights = False
         self._generators = generator_states()
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
-        self._ours = self._weights | {storage_of(buffer) for buffer in model.buffers()}
+        # The weak references see to it that the identity of memory that was freed is not given out again.
+        self._ours: dict[int, StorageWeakRef] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.own(tensor)
 
     def own(self, tensor: torch.Tensor) -> None:
         """Take the storage of a tensor for one of the run."""
-        self._ours.add(storage_of(tensor))
+        storage = storage_of(tensor)
+        if storage not in self._ours:
+            self._ours[storage] = StorageWeakRef(tensor.untyped_storage())
 
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor belongs to the model or was allocated in this run."""
@@ -88,7 +94,9 @@ class Watch(TorchDispatchMode):
             self.random = True
         mine = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
         self.read_weights = self.read_weights or not mine.isdisjoint(self._weights)
-        self._ours |= {storage_of(tensor) for tensor in _tensors(result)} - mine
+        for tensor in _tensors(result):
+            if storage_of(tensor) not in mine:
+                self.own(tensor)
         return result
 
 

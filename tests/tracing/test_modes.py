@@ -1,9 +1,12 @@
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
 from pdp_fx.tracing.modes import When
 from tests.tracing.checks import exact, opaque, targets
 
@@ -212,3 +215,15 @@ def test_a_train_override_is_followed() -> None:
 
     gm = exact(Frozen(), torch.randn(4, 4))
     assert not gm.train().get_submodule("norm").training
+
+
+class ChangesWhenRecorded(nn.Module):
+    """Does something else while somebody listens to torch functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if torch._C._len_torch_function_stack() else x * 3
+
+
+def test_a_model_that_does_something_else_while_it_is_recorded_is_refused() -> None:
+    with pytest.raises(TraceError, match="not exact"):
+        trace(ChangesWhenRecorded(), torch.ones(2))

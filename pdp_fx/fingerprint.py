@@ -1,0 +1,43 @@
+"""A fingerprint of all in a graph module that its channels depend on.
+
+Channels follow from the operations, the settings of the modules, and the shapes of tensors, and not
+from weights, modes, dtypes or devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from torch import fx, nn
+
+from pdp_fx.ops.kinds import named_modules
+from pdp_fx.pruner import CHILD
+
+_SETTINGS = (bool, int, float, str, tuple, type(None))
+
+
+def fingerprint(gm: fx.GraphModule) -> str:
+    """A text that two graph modules share if they have the same channels."""
+    digest = hashlib.sha256()
+    for line in _lines(gm):
+        digest.update(line.encode())
+    return digest.hexdigest()
+
+
+def _lines(gm: fx.GraphModule) -> Iterator[str]:
+    for node in gm.graph.nodes:
+        yield f"{node.format_node()}\n"
+    for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
+        yield f"{name} {tuple(tensor.shape)}\n"
+    for name, module in named_modules(gm):
+        if name.partition(".")[0] != CHILD:
+            yield f"{name} {_described(module)}\n"
+
+
+def _described(module: nn.Module) -> str:
+    kind = type(module)
+    state = sorted((name, value) for name, value in vars(module).items() if isinstance(value, _SETTINGS))
+    settings = [f"{name}={value!r}" for name, value in state if name != "training"]
+    hooks = [len(vars(module)[table]) for table in ("_forward_hooks", "_forward_pre_hooks")]
+    return f"{kind.__module__}.{kind.__qualname__} {settings} {hooks}"

@@ -1,0 +1,78 @@
+"""What one run of a model has given, to compare with another run bit for bit."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdp_fx.tracing.preserve import generator_states
+from pdp_fx.tracing.structure import tensors
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is compared of one run.
+
+    Attributes:
+        kind: the type of what the model returned.
+        results: the tensors in it.
+        buffers: the buffers afterwards, by name.
+        generator: the state of torch's random number generator afterwards.
+        other_generators: the states of Python's and numpy's.
+    """
+
+    kind: type
+    results: tuple[torch.Tensor, ...]
+    buffers: Mapping[str, torch.Tensor]
+    generator: torch.Tensor
+    other_generators: tuple[Any, ...]
+
+    def is_near(self, other: "Outcome") -> bool:
+        """Whether another run gives the same up to a thousand roundings, relative to the output's scale."""
+        if self.kind is not other.kind or len(self.results) != len(other.results):
+            return False
+        return all(_near(mine, theirs) for mine, theirs in zip(self.results, other.results, strict=True))
+
+    def difference(self, other: "Outcome") -> str:
+        """How another run differs from this one, as the end of a sentence; empty if it does not."""
+        if self.kind is not other.kind:
+            return f"returns a {other.kind.__name__}, not a {self.kind.__name__}"
+        if len(self.results) != len(other.results):
+            return f"returns {len(other.results)} tensors, not {len(self.results)}"
+        for index, (mine, theirs) in enumerate(zip(self.results, other.results, strict=True)):
+            if not _identical(mine, theirs):
+                return f"returns another tensor at position {index}"
+        for name, buffer in self.buffers.items():
+            if name not in other.buffers or not _identical(buffer, other.buffers[name]):
+                return f"leaves another value in the buffer {name}"
+        same = self.other_generators == other.other_generators and torch.equal(
+            self.generator, other.generator
+        )
+        return "" if same else "draws other random numbers"
+
+
+def outcome(model: nn.Module, output: Any) -> Outcome:
+    """What a run that has just ended has given; ``output`` is what the model returned."""
+    results = tuple(tensor.detach().clone() for tensor in tensors(output))
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return Outcome(type(output), results, buffers, torch.get_rng_state(), generator_states())
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return _identical(one, other)
+    scale = one.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
+    tolerance = 1000 * torch.finfo(one.dtype).eps * scale
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_floating_point() or one.is_complex():
+        return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.equal(one, other)

@@ -1,0 +1,67 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdp_fx.tracing.forgetting import forgetting
+from tests.tracing.checks import exact
+
+
+def test_nothing_is_kept_for_a_backward_pass_though_gradients_are_on() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def work() -> Tensor:
+        assert torch.is_grad_enabled()
+        return (weight * 2).exp()
+
+    result = forgetting(work)
+    with pytest.raises(RuntimeError, match="was not kept"):
+        result.sum().backward()
+
+
+def test_work_that_needs_gradients_is_done_again_on_the_same_state() -> None:
+    module = nn.BatchNorm1d(3)
+    count = module.get_buffer("num_batches_tracked")
+    runs: list[int] = []
+
+    def work() -> Tensor:
+        runs.append(int(count))
+        given = torch.ones(4, 3, requires_grad=True)
+        return torch.autograd.grad(module(given).exp().sum(), given)[0]
+
+    assert forgetting(work, module).shape == (4, 3)
+    assert runs == [0, 0]
+
+
+def test_an_expected_error_ends_the_work() -> None:
+    runs: list[int] = []
+
+    def work() -> None:
+        runs.append(1)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        forgetting(work, expected=(KeyError,))
+    assert runs == [1]
+
+
+class Force(nn.Module):
+    """Differentiates in its forward pass, and looks at numbers, so that it stays whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.detach().requires_grad_()
+        force = torch.autograd.grad(given.pow(3).sum(), given)[0]
+        return x + force if float(force.sum()) > -1e9 else x
+
+
+class Forced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.force = nn.Linear(4, 4), Force()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.force(self.linear(x))
+
+
+def test_a_model_that_differentiates_in_its_forward_is_traced() -> None:
+    model, x = Forced(), torch.randn(2, 4)
+    exact(model, x)
