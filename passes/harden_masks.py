@@ -126,11 +126,11 @@ def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, .
     for _, mask in pruner.mask_items():
         if not isinstance(mask, ChannelPolicy):
             continue
-        gone = mask.pruned(*parameters_of(gm, mask))
+        gone = mask.pruned(*parameters_of(gm, mask)).tolist()
         for name, producer in zip(mask.parameters_read, mask.producers, strict=True):
             places = producer.places if producer.places is not None else range(mask.width)
             slot = Slot(name, producer.axis)
-            here = tuple(row for row, place in enumerate(places) if place >= 0 and bool(gone[place]))
+            here = tuple(row for row, place in enumerate(places) if place >= 0 and gone[place])
             rows[slot] = rows.get(slot, ()) + here
     return rows
 
