@@ -1,8 +1,8 @@
 """Weights that are computed from parameters: which parameters a single weight can be pruned in.
 
-No table says what an operation does to a weight. The part of the graph that computes it is run on
-random numbers instead, once with a few of them set to zero: where zeros of a parameter come out as
-zeros of the weight, a mask of the parameter is a mask of the weight.
+No table says what an operation does to a weight. The part of the graph that computes it is run
+instead, with one half of a parameter set to zero, and then with the other: where zeros of the
+parameter come out as zeros of the weight, a mask of the parameter is a mask of the weight.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor, fx
 from pdp_fx.channels.running import evaluating
 
 Values = dict[str, Tensor]
+
+TRIES = 4
+"""How many single zeros are tried; some may hit what is cut off before the weight is used."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ def _effect(run: _Run, name: str, axis: int) -> Effect:
     holes = torch.rand(dense.shape, generator=run.generator) < 0.5
     halves = [run.result(name, dense * half) for half in (holes, ~holes)]
     changed = torch.stack([half != run.dense for half in halves]).any(dim=0)
-    zero = torch.stack([(half == 0) & (run.dense != 0) for half in halves]).any(dim=0)
-    if not changed.any() or not torch.equal(changed, zero):
+    zero = torch.stack([run.zeros(half) for half in halves]).any(dim=0)
+    if not changed.any() or not torch.equal(changed, zero) or _misses_single_zeros(run, name):
         return Effect(False, False)
     size = dense.shape[1]
     return Effect(
@@ -84,17 +87,28 @@ def _effect(run: _Run, name: str, axis: int) -> Effect:
     )
 
 
+def _misses_single_zeros(run: _Run, name: str) -> bool:
+    """Whether a single zero somewhere changes the weight and leaves no zero there."""
+    for _ in range(TRIES):
+        holed = run.values[name].reshape(-1).clone()
+        holed[torch.randint(holed.numel(), (), generator=run.generator)] = 0
+        weight = run.result(name, holed.reshape(run.values[name].shape))
+        if not torch.equal(weight, run.dense) and not bool(run.zeros(weight).any()):
+            return True
+    return False
+
+
 def _is_column(run: _Run, name: str, place: int, axis: int) -> bool:
     """Whether nothing but column ``place`` of the weight vanishes with that of the parameter."""
     values = run.values[name].clone()
     values[:, place] = 0
-    zeros = (run.result(name, values) == 0) & (run.dense != 0)
+    zeros = run.zeros(run.result(name, values))
     others = [other for other in range(zeros.ndim) if other != axis % zeros.ndim]
     return torch.nonzero(zeros.any(dim=others)).reshape(-1).tolist() in ([], [place])
 
 
 class _Run(fx.Interpreter):
-    """Computes a weight from parameters of random positive values, in eval mode."""
+    """Computes a weight in eval mode; where a parameter is 0, as adapters start, it has another value."""
 
     def __init__(self, gm: fx.GraphModule, weight: fx.Node) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -108,15 +122,20 @@ class _Run(fx.Interpreter):
         """The weight when the parameter ``name`` has this value."""
         return self._computed({name: value})
 
+    def zeros(self, weight: Tensor) -> Tensor:
+        """Where a weight is 0 that is not 0 otherwise."""
+        return (weight == 0) & (self.dense != 0)
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A parameter's random or chosen values; a copy of anything else."""
+        """A parameter's own or chosen values; a copy of anything else."""
         value = super().get_attr(target, args, kwargs)
         if not isinstance(value, Tensor):
             return value
         if not isinstance(value, torch.nn.Parameter):
             return value.clone()
         if target not in self.values:
-            self.values[target] = 0.5 + torch.rand(value.shape, generator=self.generator).to(value)
+            other = 0.5 + torch.rand(value.shape, generator=self.generator).to(value)
+            self.values[target] = torch.where(value == 0, other, value)
         return self._chosen.get(target, self.values[target]).clone()
 
     def _computed(self, chosen: Values) -> Tensor:

@@ -22,6 +22,7 @@ from pdp_fx.channels import (
     rules_joining,
     rules_layout,
     rules_norm,
+    rules_weights,
 )
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
@@ -36,7 +37,15 @@ from pdp_fx.channels.streams import keep_streams
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 
-RULE_MODULES = (rules_attention, rules_compute, rules_constants, rules_joining, rules_layout, rules_norm)
+RULE_MODULES = (
+    rules_attention,
+    rules_compute,
+    rules_constants,
+    rules_joining,
+    rules_layout,
+    rules_norm,
+    rules_weights,
+)
 """Imported so that their rules are registered."""
 
 RETURNED = "the model returns these channels"
@@ -134,6 +143,7 @@ def _unknown(call: Call, flow: LabelFlow) -> None:
     """Nothing unknown is followed: whatever goes in stays."""
     why = f"no channel rule for {call.func.overloadpacket.__name__}"
     flow.freeze_all(call.tensors(), why)
+    flow.lose_rows(call)
     for leaf in tree_leaves(call.result):
         if isinstance(leaf, Tensor):
             flow.put(leaf, ())

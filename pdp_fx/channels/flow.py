@@ -59,6 +59,7 @@ class LabelFlow(TorchDispatchMode):
         self._maskable = maskable
         self._layers = WeakTensorKeyDictionary()
         self._stored = WeakTensorKeyDictionary()
+        self._lost = WeakTensorKeyDictionary()
         self._names: dict[int, str] = {}
         self._buffers = frozenset(name for name, _ in gm.named_buffers())
         for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
@@ -99,10 +100,13 @@ class LabelFlow(TorchDispatchMode):
                 )
 
     def _note_stored(self, call: Call) -> None:
-        stored = all(self.is_stored(tensor) for tensor in call.tensors())
+        sources = call.tensors()
+        stored = all(self.is_stored(tensor) for tensor in sources)
+        lost = {slot: None for tensor in sources for slot in self._lost_by(tensor)} if stored else {}
         for leaf in tree_leaves(call.result):
             if isinstance(leaf, Tensor):
                 self._stored[leaf] = stored
+                self._lost[leaf] = tuple(lost)
 
     def is_stored(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or buffer, or computed from those and constants only."""
@@ -180,6 +184,16 @@ class LabelFlow(TorchDispatchMode):
         self.freeze(layer.ids, why)
         return False
 
+    def _lost_by(self, tensor: Tensor) -> tuple[Slot, ...]:
+        return self._lost.get(tensor) or ()
+
+    def lose_rows(self, call: Call) -> None:
+        """Note whose rows an operation on parameters loses track of; they stay, if a weight comes of it."""
+        slots = [s for tensor in call.tensors() for layer in self.layers(tensor) for s in origins(layer)]
+        for leaf in tree_leaves(call.result):
+            if isinstance(leaf, Tensor) and self.is_stored(leaf):
+                self._lost[leaf] += tuple(s for s in slots if s.axis == 0 and s.tensor not in self._buffers)
+
     def demand(self, layer: Layer) -> None:
         """Say that this layer's elements must be 0 when their channel is dropped."""
         self.record.demands.append(layer)
@@ -208,6 +222,8 @@ class LabelFlow(TorchDispatchMode):
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight."""
         if not self.is_stored(weight):
             return
+        lost = [Production(slot, self.record.slots[slot], False) for slot in self._lost_by(weight)]
+        self.record.producers += lost
         behind = [origins(layer) for layer in self.layers(weight)]
         if not self.is_stored(data):
             self.record.weighing.update(slot for slots in behind for slot in slots)

@@ -1,8 +1,16 @@
 """Which modules stay whole: layers of `torch.nn` are leaves; containers and users' modules are not."""
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+    ParametrizationList,
+)
 COMPOSITES = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -22,4 +30,11 @@ def is_whole(module: nn.Module) -> bool:
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module becomes one `call_module` node: `torch.nn` defines it, and it is no container."""
     home = type(module).__module__
-    return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+    torch_own = home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+    return torch_own and not _computes_weights(module)
+
+
+def _computes_weights(module: nn.Module) -> bool:
+    """Whether a layer computes its weight anew for every call, by a parametrization or by a hook."""
+    hooked = module._forward_pre_hooks and any(isinstance(value, Tensor) for value in vars(module).values())
+    return bool(hooked) or is_parametrized(module)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.ops import deform_conv2d  # pyright: ignore[reportMissingTypeStubs]
 
 from tests.channels.construct import Construct, conv_bn, images, sequences, signals
@@ -93,17 +93,6 @@ class RmsNormByHand(RmsNormStream):
         x = self.stem(x)
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.norm.weight
         return self.head(x + self.down(F.silu(self.up(y))))
-
-
-class WeightNorm(Between):
-    """The length of a row is that of all its columns: none can go, but rows can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normed = weight_norm(nn.Conv2d(8, 8, 3, padding=1))
-
-    def act(self, x: Tensor) -> Tensor:
-        return F.relu(self.normed(x))
 
 
 class SpectralNorm(Between):
@@ -385,7 +374,6 @@ REFUSALS = (
     Construct(LayerNormOfImage, images(), removed=7),
     Construct(RmsNormStream, sequences(), removed=8, reason="runs over these channels"),
     Construct(RmsNormByHand, sequences(), removed=8, reason="mean runs over these channels"),
-    Construct(WeightNorm, images(), removed=3, reason="norm"),
     Construct(SpectralNorm, images(), removed=3, reason="norm"),
     Construct(StandardisedWeight, images(), removed=3, reason="std runs over these channels"),
     Construct(DataDependentIf, images(), removed=3, reason="data"),

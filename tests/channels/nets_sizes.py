@@ -1,7 +1,5 @@
 """Numbers of channels that get into the arithmetic, into new tensors, or into other axes."""
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -111,11 +109,11 @@ class PatchesAsRows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.conv, self.head = conv_bn(3, 8), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 5, 1)
+        self.shift = nn.Parameter(torch.randn(6, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         patches = F.unfold(F.relu(self.stem(x)), 3)
-        bias = cast(Tensor, self.conv.bias)
-        x = self.conv.weight.flatten(1) @ patches + bias[:, None]
+        x = self.conv.weight.flatten(1) @ patches + self.shift
         return self.head(F.relu(x.unflatten(2, (4, 4))))
 
 

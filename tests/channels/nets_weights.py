@@ -1,8 +1,11 @@
 """Weights that are computed from parameters before they are used."""
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from tests.channels.construct import Construct, conv_bn, images, sequences
 
@@ -155,6 +158,55 @@ class InterpolatedPositions(nn.Module):
         return self.head(F.relu(self.hidden(x.flatten(2).transpose(1, 2))))
 
 
+class WeightNorm(nn.Module):
+    """Rows are scaled to a length of their own; the length runs over the columns that stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.normed = conv_bn(3, 8), weight_norm(nn.Conv2d(8, 6, 3, padding=1))
+        self.head = weight_norm(nn.Conv2d(6, 5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.normed(F.relu(self.stem(x)))))
+
+
+class WeightNormByHook(nn.Module):
+    """The same by a hook that computes the weight before every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.hidden, self.head = (
+                nn.utils.weight_norm(nn.Linear(6, 8)), nn.utils.weight_norm(nn.Linear(8, 5)),
+            )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.hidden(x)))
+
+
+class LengthOfWholeWeight(nn.Module):
+    """One length for the whole weight: no row can go, since it is a part of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = weight_norm(nn.Linear(6, 8), dim=-1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.hidden(x)))
+
+
+class OrthogonalWeight(nn.Module):
+    """Nobody knows what becomes of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = orthogonal(nn.Linear(6, 8)), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.hidden(x)))
+
+
 WEIGHTS = (
     Construct(LowRankAdapter, sequences(), removed=4),
     Construct(SumOfKernels, images(), removed=7),
@@ -163,6 +215,10 @@ WEIGHTS = (
     Construct(CatOfWeights, sequences(), removed=12),
     Construct(HalfOfWeight, sequences(), removed=4),
     Construct(ScaledWeight, images(), removed=7),
+    Construct(WeightNorm, images(), removed=7),
+    Construct(WeightNormByHook, sequences(), removed=8),
+    Construct(LengthOfWholeWeight, sequences(), reason="norm"),
+    Construct(OrthogonalWeight, sequences(), reason="no channel rule for tril"),
     Construct(WeightFromInput, images()),
     Construct(MixedKernels, images(), removed=4),
     Construct(ParameterTables, sequences(), removed=8),

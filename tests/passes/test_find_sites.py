@@ -64,13 +64,20 @@ class Free(nn.Module):
 
 def test_weights_used_by_functions_are_sites_and_those_out_of_reach_are_not() -> None:
     found = sites(Free(), torch.randn(2, 3, 5, 5))
-    assert [site.parameter for site in found.weights] == ["kernel", "matrix"]
-    assert not [name for name in found.maskable if name.startswith(("rnn", "computed.param"))]
+    assert [site.parameter for site in found.weights] == [
+        "kernel",
+        "matrix",
+        "computed.parametrizations.weight.original1",
+    ]
+    assert not [name for name in found.maskable if name.startswith("rnn")]
 
 
-def test_a_weight_that_a_hook_computes_is_no_site() -> None:
+def test_a_weight_that_a_hook_computes_is_a_site_by_its_parameter() -> None:
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
-    assert [site.parameter for site in sites(model, torch.randn(2, 8)).weights] == ["1.weight"]
+    assert [site.parameter for site in sites(model, torch.randn(2, 8)).weights] == [
+        "0.weight_orig",
+        "1.weight",
+    ]
 
 
 def test_a_model_without_weights_is_refused() -> None:
