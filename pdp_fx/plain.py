@@ -9,14 +9,18 @@ all of them of torch and of Python's library, since a reader may not have this p
 
 from __future__ import annotations
 
+import copy
 import operator
 import pickle
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
+
+from pdp_fx.tracing.objects import Build, MethodOf
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
@@ -27,9 +31,39 @@ def plain(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
         node.meta = {}
+        _write_plainly(gm, node)
     bare = _exact(fx.GraphModule(gm, graph, type(gm).__name__))
     bare.graph.lint()
     return bare.eval()
+
+
+def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Put what torch and Python's library can do in the place of what only this package can."""
+    if isinstance(node.target, Build):
+        with node.graph.inserting_before(node):
+            _make_object(node, node.target)
+    elif node.op == "call_module" and isinstance(called := gm.get_submodule(str(node.target)), MethodOf):
+        model = copy.copy(called.model)
+        model.training = False
+        node.op, node.target = "call_function", _named(partial(getattr(model, called.method)), called.method)
+
+
+def _make_object(node: fx.Node, build: Build) -> None:
+    """Make an object without its constructor, and give it its attributes."""
+    name = build.kind.__name__
+    made = node.graph.call_function(_named(partial(object.__new__, build.kind), f"new_{name}"))
+    table = node.graph.call_function(vars, (made,))
+    given = node.graph.call_method("update", (table, *node.args))
+    fixed = operator.methodcaller("update", dict(build.fixed))
+    fixing = node.graph.call_function(_named(partial(fixed), f"fix_{name}"), (table,))
+    node.target, node.args = operator.getitem, ((made, given, fixing), 0)
+
+
+def _named(function: partial[Any], name: str) -> Callable[..., Any]:
+    """A call with a name and a home, as generated code wants them."""
+    named: Any = function
+    named.__name__, named.__module__ = name, "functools"
+    return named
 
 
 def _exact(bare: fx.GraphModule) -> fx.GraphModule:
@@ -91,7 +125,7 @@ class _Made:
 
 def _target(node: fx.Node) -> Any:
     """The target of a node, or the way to find it where pickle knows none."""
-    if isinstance(node.target, str) or _is_known_to_pickle(node.target):
+    if isinstance(node.target, (str, partial)) or _is_known_to_pickle(node.target):
         return node.target
     name = _get_qualified_name(node.target)
     if pkgutil.resolve_name(name) is not node.target:

@@ -1,4 +1,5 @@
 import copy
+import importlib
 import io
 import pickle
 import subprocess
@@ -146,6 +147,62 @@ def test_a_reader_needs_torch_only(tmp_path: Path) -> None:
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps((bare, x, bare(x))))
     command = [sys.executable, "-c", READER, str(path)]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+
+
+class Result:
+    """What a model of today returns: an object with attributes, a class among them."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits, self.sizes, self.kind = logits, [logits.shape[0]], Result
+
+
+class ReturnsObject(nn.Module):
+    """Returns an object, and picks a layer by its data in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.limit = nn.Linear(6, 6), 0.0
+
+    def chosen(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) > self.limit and not self.training else -x
+
+    def forward(self, x: Tensor) -> Result:
+        return Result(self.fc(self.chosen(x)))
+
+
+READER_OF_OBJECTS = """
+import pickle, sys, torch
+sys.path.insert(0, sys.argv[2])
+sys.modules["pdp_fx"] = None
+with open(sys.argv[1], "rb") as file:
+    model, x, expected = pickle.load(file)
+for sign, wanted in zip((1, -1), expected):
+    found = model(sign * x)
+    assert type(found).__name__ == "Result" and found.sizes == [4] and found.kind is type(found)
+    assert torch.equal(found.logits, wanted)
+"""
+
+
+def test_a_reader_of_objects_and_methods_needs_torch_and_the_users_code(tmp_path: Path) -> None:
+    home = tmp_path / "users_code.py"
+    lines = Path(__file__).read_text().split("class Result:")[1].split("READER_OF_OBJECTS")[0]
+    home.write_text(f"from torch import Tensor, nn\nclass Result:{lines}")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        model: nn.Module = importlib.import_module("users_code").ReturnsObject().eval()
+    finally:
+        sys.path.remove(str(tmp_path))
+    x = torch.randn(4, 6)
+    bare = plain(trace(model, x))
+    expected = [model(x).logits, model(-x).logits]
+    assert [bare(sign * x).logits.tolist() for sign in (1, -1)] == [found.tolist() for found in expected]
+    assert torch.equal(copy_of(bare)(x).logits, expected[0])
+    written = pickle.dumps((bare, x, expected))
+    assert b"pdp_fx" not in written
+    path = tmp_path / "model.pkl"
+    path.write_bytes(written)
+    command = [sys.executable, "-c", READER_OF_OBJECTS, str(path), str(tmp_path)]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
 
 

@@ -48,9 +48,14 @@ class MethodOf(nn.Module):
         self.method = method
         self.training = model.training
 
+    @property
+    def model(self) -> nn.Module:
+        """The model whose method it is."""
+        return vars(self)["_model"][0]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, in the mode that the graph module is in."""
-        model: nn.Module = vars(self)["_model"][0]
+        model = self.model
         before, model.training = model.training, self.training
         try:
             return getattr(model, self.method)(*args, **kwargs)
