@@ -5,6 +5,9 @@ layer whose outputs are linear in its weight and bias, both can absorb it: every
 scaled by weight / sqrt(var + eps), and the bias moves along. It is legal only if nobody else sees
 the layer's output, nobody else uses the two modules or their parameters, and the channels that
 BatchNorm reads (axis 1) are the layer's outputs: a Linear of sequences has them on the last axis.
+
+What counts is what is computed. A user's own layer is in the graph as the functions that it calls,
+so it folds if it gives its weight to a convolution as it is, and not if it computes another one.
 """
 
 from __future__ import annotations
@@ -19,10 +22,22 @@ from torch import Tensor, fx, nn
 from pdp_fx.channels.running import place_arguments
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Inputs, fresh, trial
-from pdp_fx.ops.kinds import Fold, kind_of
+from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
+from pdp_fx.passes.harden_masks import swap_tensors
 
-Pair = tuple[fx.Node, fx.Node, Fold]
-"""A layer, the BatchNorm behind it, and the way to fold it."""
+BIAS = 2
+"""The place of the bias among the arguments of a convolution or linear function."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layer and the BatchNorm behind it, as nodes and as what they compute with."""
+
+    layer: fx.Node
+    norm: fx.Node
+    before: Unfolded
+    after: Unfolded
+    fold: Fold
 
 
 @dataclass(frozen=True)
@@ -33,15 +48,12 @@ class FoldBatchNorm(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         uses = _uses(gm)
-        pairs = [
-            pair for node in gm.graph.find_nodes(op="call_module") if (pair := _foldable(gm, node, uses))
-        ]
+        pairs = [pair for node in gm.graph.nodes if (pair := _foldable(gm, node, uses))]
         pairs = _on_channels(gm, pairs, ctx.example_inputs)
-        for layer, norm, fold in pairs:
-            module = gm.get_submodule(str(layer.target))
-            _absorb(module, gm.get_submodule(str(norm.target)), fold)
-            norm.replace_all_uses_with(layer)
-            gm.graph.erase_node(norm)
+        for pair in pairs:
+            _absorb(gm, pair)
+            pair.norm.replace_all_uses_with(pair.layer)
+            gm.graph.erase_node(pair.norm)
         return bool(pairs)
 
 
@@ -55,27 +67,20 @@ def _uses(gm: fx.GraphModule) -> Counter[int]:
             uses.update(id(tensor) for tensor in [*module.parameters(), *module.buffers()])
         elif node.op == "get_attr":
             owner, _, name = str(node.target).rpartition(".")
-            uses[id(getattr(gm.get_submodule(owner), name))] += 1
+            uses[id(getattr(gm.get_submodule(owner), name))] += len(node.users)
     return uses
 
 
 def _foldable(gm: fx.GraphModule, norm: fx.Node, uses: Counter[int]) -> Pair | None:
-    """The layer, the norm and the way to fold them, if ``norm`` is a BatchNorm that can go."""
-    module = gm.get_submodule(str(norm.target))
-    kind = kind_of(module)
-    layer = norm.all_input_nodes[0] if norm.all_input_nodes else None
-    if kind is None or not kind.norm_ranks or layer is None or layer.op != "call_module":
+    """The layer and the norm, if ``norm`` is a BatchNorm that can go."""
+    after = norm_at(gm, norm)
+    layer = norm.all_input_nodes[0] if after is not None else None
+    before = None if layer is None else layer_at(gm, layer)
+    if after is None or layer is None or before is None or before.fold is None:
         return None
-    before = gm.get_submodule(str(layer.target))
-    fold = getattr(kind_of(before), "fold", None)
-    alone = len(layer.users) == 1 and all(
-        uses[id(part)] == 1
-        for owner in (module, before)
-        for part in (owner, *owner.parameters(), *owner.buffers())
-    )
-    tracked = cast(Any, module).running_mean is not None
-    hooked = _has_hooks(module) or _has_hooks(before)
-    return (layer, norm, fold) if fold is not None and alone and tracked and not hooked else None
+    alone = len(layer.users) == 1 and all(uses[id(part)] == 1 for part in (*before.parts, *after.parts))
+    hooked = any(_has_hooks(part) for part in (*before.parts, *after.parts) if isinstance(part, nn.Module))
+    return Pair(layer, norm, before, after, before.fold) if alone and not hooked else None
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -84,22 +89,13 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _on_channels(gm: fx.GraphModule, pairs: list[Pair], inputs: Inputs | None) -> list[Pair]:
     """The pairs whose layer has its outputs on axis 1: it has as many axes as its weight then."""
-    wanted = {
-        norm: cast(nn.Conv2d, gm.get_submodule(str(layer.target))).weight.ndim for layer, norm, _ in pairs
-    }
-    ranks = {norm: _ranks(gm, norm) for norm in wanted}
+    ranks = {pair.norm: pair.after.ranks for pair in pairs}
     if inputs is not None and any(len(possible) > 1 for possible in ranks.values()):
         seen = _RankInterpreter(gm)
         with trial(gm):
             seen.run(*place_arguments(gm, fresh(inputs)))
-        ranks = {norm: (seen.ranks[norm],) for norm in wanted}
-    return [pair for pair in pairs if ranks[pair[1]] == (wanted[pair[1]],)]
-
-
-def _ranks(gm: fx.GraphModule, norm: fx.Node) -> tuple[int, ...]:
-    """The numbers of axes that the input of a BatchNorm may have."""
-    kind = kind_of(gm.get_submodule(str(norm.target)))
-    return kind.norm_ranks if kind is not None else ()
+        ranks = {norm: (seen.ranks[norm],) for norm in ranks}
+    return [pair for pair in pairs if ranks[pair.norm] == (_weight(pair.before.module).ndim,)]
 
 
 class _RankInterpreter(fx.Interpreter):
@@ -116,11 +112,42 @@ class _RankInterpreter(fx.Interpreter):
         return result
 
 
-def _absorb(layer: nn.Module, norm: nn.Module, fold: Fold) -> None:
-    """Write the folded weight and bias into ``layer``; the arithmetic is done in float64."""
-    old = cast(nn.Conv2d, layer).weight
-    dtype, trainable = old.dtype, old.requires_grad
+def _absorb(gm: fx.GraphModule, pair: Pair) -> None:
+    """Compute the folded weight and bias in float64, and write them where the layer reads them."""
+    layer = cast(nn.Conv2d, pair.before.module)
+    dtype, biased = layer.weight.dtype, layer.bias is not None
     with torch.no_grad():
-        weight, bias = fold(layer.double(), norm.double())
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        layer.register_parameter(name, nn.Parameter(tensor.detach().to(dtype), requires_grad=trainable))
+        weight, bias = pair.fold(layer.double(), pair.after.module.double())
+    new = [nn.Parameter(t.detach().to(dtype), pair.before.trainable) for t in (weight, bias)]
+    reads = pair.before.reads
+    if not reads:
+        layer.weight, layer.bias = new
+        return
+    _rewrite(gm, reads["weight"], new[0])
+    if biased:
+        _rewrite(gm, reads["bias"], new[1])
+    else:
+        _give_bias(gm, pair.layer, f"{reads['weight'].name}_bias", new[1])
+
+
+def _give_bias(gm: fx.GraphModule, layer: fx.Node, stem: str, bias: nn.Parameter) -> None:
+    """Let a function without a bias read this one."""
+    name = stem
+    while hasattr(gm, name):
+        name += "_"
+    gm.register_parameter(name, bias)
+    with gm.graph.inserting_before(layer):
+        read = gm.graph.get_attr(name)
+    read.meta = dict(layer.meta)
+    if len(layer.args) > BIAS:
+        layer.update_arg(BIAS, read)
+    else:
+        layer.update_kwarg("bias", read)
+
+
+def _rewrite(gm: fx.GraphModule, read: fx.Node, new: nn.Parameter) -> None:
+    swap_tensors(gm, {gm.get_parameter(str(read.target)): new})
+
+
+def _weight(module: nn.Module) -> Tensor:
+    return cast(nn.Conv2d, module).weight

@@ -66,14 +66,14 @@ def _refresh_group_norm(module: nn.Module, inputs: int | None) -> None:
         norm.num_channels = inputs
 
 
-def _fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Every row of the weight makes one output channel."""
     layer, (scale, shift) = cast(nn.Conv2d, module), _affine(norm)
     weight = layer.weight * scale.reshape(-1, *[1] * (layer.weight.ndim - 1))
     return weight, shift if layer.bias is None else shift + layer.bias * scale
 
 
-def _fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """A weight (inputs, outputs / groups, ...) holds the outputs of a group in the rows of that group."""
     layer, (scale, shift) = cast(nn.ConvTranspose2d, module), _affine(norm)
     rows = scale.reshape(layer.groups, 1, -1).expand(-1, layer.in_channels // layer.groups, -1).flatten(0, 1)
@@ -83,13 +83,11 @@ def _fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor
 
 def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """What BatchNorm does in eval mode: multiply by the first, add the second."""
-    stored = cast(nn.BatchNorm2d, norm)
-    mean, variance = cast(Tensor, stored.running_mean), cast(Tensor, stored.running_var)
-    scale = torch.rsqrt(variance + stored.eps)
-    if not stored.affine:
-        return scale, -mean * scale
-    scale = stored.weight * scale
-    return scale, stored.bias - mean * scale
+    stored: Any = norm
+    scale = torch.rsqrt(stored.running_var + stored.eps)
+    scale = scale if stored.weight is None else stored.weight * scale
+    shift = -stored.running_mean * scale
+    return scale, shift if stored.bias is None else stored.bias + shift
 
 
 @dataclass(frozen=True)
@@ -119,16 +117,16 @@ class ModuleKind:
 
 _BOTH = ("weight", "bias")
 _KINDS = (
-    ModuleKind(nn.Conv1d, explicit.ExplicitConv1d, _BOTH, True, _refresh_conv, _fold_rows),
-    ModuleKind(nn.Conv2d, explicit.ExplicitConv2d, _BOTH, True, _refresh_conv, _fold_rows),
-    ModuleKind(nn.Conv3d, explicit.ExplicitConv3d, _BOTH, True, _refresh_conv, _fold_rows),
+    ModuleKind(nn.Conv1d, explicit.ExplicitConv1d, _BOTH, True, _refresh_conv, fold_rows),
+    ModuleKind(nn.Conv2d, explicit.ExplicitConv2d, _BOTH, True, _refresh_conv, fold_rows),
+    ModuleKind(nn.Conv3d, explicit.ExplicitConv3d, _BOTH, True, _refresh_conv, fold_rows),
     ModuleKind(
         nn.ConvTranspose1d,
         explicit.ExplicitConvTranspose1d,
         _BOTH,
         True,
         _refresh_transposed,
-        _fold_transposed,
+        fold_transposed,
     ),
     ModuleKind(
         nn.ConvTranspose2d,
@@ -136,7 +134,7 @@ _KINDS = (
         _BOTH,
         True,
         _refresh_transposed,
-        _fold_transposed,
+        fold_transposed,
     ),
     ModuleKind(
         nn.ConvTranspose3d,
@@ -144,9 +142,9 @@ _KINDS = (
         _BOTH,
         True,
         _refresh_transposed,
-        _fold_transposed,
+        fold_transposed,
     ),
-    ModuleKind(nn.Linear, explicit.ExplicitLinear, _BOTH, True, _refresh_linear, _fold_rows),
+    ModuleKind(nn.Linear, explicit.ExplicitLinear, _BOTH, True, _refresh_linear, fold_rows),
     ModuleKind(nn.Embedding, explicit.ExplicitEmbedding, ("weight",), False, _refresh_embedding),
     ModuleKind(nn.InstanceNorm1d, explicit.ExplicitInstanceNorm1d, _BOTH, False, _refresh_norm),
     ModuleKind(nn.InstanceNorm2d, explicit.ExplicitInstanceNorm2d, _BOTH, False, _refresh_norm),

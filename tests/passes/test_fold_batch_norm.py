@@ -3,11 +3,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from pdp_fx import Unstructured
 from pdp_fx.compiler import Context
 from pdp_fx.example_inputs import normalised
 from pdp_fx.ops.kinds import named_modules
+from pdp_fx.passes.fix_mode import FixMode
 from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
 from pdp_fx.trace import trace
 from tests.nets import at_once, convert_until, difference, listing, net, pruned, shake
@@ -32,6 +34,7 @@ def fold(model: nn.Module, x: Tensor, inputs: bool = True) -> tuple[fx.GraphModu
     gm = trace(model, x.double() if inputs else None).eval()
     expected = model(x.double())
     ctx = Context(at_once(Unstructured(0.5)), normalised(x.double()) if inputs else None)
+    FixMode().run(gm, ctx)
     edited = FoldBatchNorm().run(gm, ctx)
     gm.recompile()
     torch.testing.assert_close(gm(x.double()), expected, rtol=1e-13, atol=1e-13)
@@ -68,6 +71,64 @@ def test_every_kind_of_layer_folds_exactly(layer: nn.Module, norm: nn.Module, sh
 def test_all_pairs_of_a_chain_fold() -> None:
     chain = nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1), nn.BatchNorm2d(4))
     assert norms(fold(chain, torch.randn(IMAGE))[0]) == []
+
+
+class SameSize(nn.Conv2d):
+    """Pads as the input wants it, then convolves with its own weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.conv2d(functional.pad(input, (1, 1, 1, 1)), self.weight, self.bias, self.stride)
+
+
+class Standardised(nn.Conv2d):
+    """Convolves with a weight that it computes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return functional.conv2d(input, weight, self.bias)
+
+
+class Flipped(nn.ConvTranspose2d):
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return functional.conv_transpose2d(input.flip(-1), self.weight, self.bias, groups=self.groups)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(2 * input, self.weight, self.bias)
+
+
+class NormAndReLU(nn.BatchNorm2d):
+    """BatchNorm by the function, and an activation."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = (self.running_mean, self.running_var)
+        of_batch = self.training or not self.track_running_stats
+        x = functional.batch_norm(input, *statistics, self.weight, self.bias, of_batch, 0.1, self.eps)
+        return functional.relu(x)
+
+
+OWN_LAYERS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...], bool]] = {
+    "pads": (SameSize(4, 6, 3), nn.BatchNorm2d(6), IMAGE, True),
+    "pads, no bias": (SameSize(4, 6, 3, bias=False), nn.BatchNorm2d(6), IMAGE, True),
+    "flips": (Flipped(4, 6, 3, groups=2), nn.BatchNorm2d(6), IMAGE, True),
+    "doubles": (Doubled(4, 6, bias=False), nn.BatchNorm1d(6), (3, 4), True),
+    "doubles rows": (Doubled(4, 6), nn.BatchNorm1d(5), (3, 5, 4), False),
+    "standardises": (Standardised(4, 6, 3), nn.BatchNorm2d(6), IMAGE, False),
+    "norm by a function": (nn.Conv2d(4, 6, 3, bias=False), NormAndReLU(6), IMAGE, True),
+    "norm without scale": (SameSize(4, 6, 3, bias=False), NormAndReLU(6, affine=False), IMAGE, True),
+    "norm of the batch": (SameSize(4, 6, 3), NormAndReLU(6, track_running_stats=False), IMAGE, False),
+}
+
+
+@pytest.mark.parametrize(("layer", "norm", "shape", "folds"), OWN_LAYERS.values(), ids=OWN_LAYERS)
+def test_layers_of_users_fold_by_what_they_do(
+    layer: nn.Module, norm: nn.Module, shape: tuple[int, ...], folds: bool
+) -> None:
+    gm, edited = fold(nn.Sequential(layer, norm), torch.randn(shape))
+    left = [node for node in gm.graph.nodes if node.target is functional.batch_norm]
+    assert edited == folds
+    assert bool(left or norms(gm)) != folds
 
 
 class Reads(nn.Module):

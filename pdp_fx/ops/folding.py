@@ -1,0 +1,131 @@
+"""Layers and BatchNorms as something that can be folded, be they modules or functions.
+
+A function that is given parameters as they are does what the module of the same name does, so it is
+seen as such a module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from pdp_fx.ops.kinds import Fold, fold_rows, fold_transposed, kind_of
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """A layer or a BatchNorm.
+
+    Attributes:
+        module: the module, or one made for what a function does; its tensors are copies then.
+        parts: the modules, parameters and buffers in use, none of which may be used elsewhere.
+        fold: of a layer, the way to fold a BatchNorm into it.
+        ranks: of a BatchNorm, the numbers of axes that its input may have.
+        trainable: of a layer, whether its weight is trained.
+        reads: of a function, the nodes that read its tensors, by the names that a module gives them.
+    """
+
+    module: nn.Module
+    parts: tuple[nn.Module | Tensor, ...]
+    fold: Fold | None = None
+    ranks: tuple[int, ...] = ()
+    trainable: bool = True
+    reads: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+
+
+_FOLDS: dict[Any, tuple[Fold, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        (functional.conv1d, functional.conv2d, functional.conv3d),
+        (fold_rows, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
+    ),
+    functional.linear: (fold_rows, ("input", "weight", "bias")),
+    **dict.fromkeys(
+        (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
+        (fold_transposed, ("input", "weight", "bias", "stride", "padding", "output_padding", "groups")),
+    ),
+}
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_TENSORS = ("weight", "bias", "running_mean", "running_var")
+
+
+def layer_at(gm: fx.GraphModule, node: fx.Node) -> Unfolded | None:
+    """The layer that ``node`` is, or None if no BatchNorm folds into it."""
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        fold = getattr(kind_of(module), "fold", None)
+        trainable = fold is not None and cast(nn.Conv2d, module).weight.requires_grad
+        return None if fold is None else Unfolded(module, _parts(module), fold, (), trainable)
+    if node.op != "call_function" or node.target not in _FOLDS:
+        return None
+    fold, names = _FOLDS[node.target]
+    given = _arguments(node, names)
+    groups = given.get("groups", 1)
+    reads = _reads(gm, given)
+    if reads is None or "weight" not in reads or not isinstance(groups, int):
+        return None
+    stored = _stored(gm, reads)
+    if not all(isinstance(tensor, nn.Parameter) for tensor in stored):
+        return None
+    module: Any = _stand_in(gm, reads)
+    module.groups, module.in_channels = groups, module.weight.shape[0]
+    return Unfolded(module, stored, fold, (), stored[0].requires_grad, reads)
+
+
+def norm_at(gm: fx.GraphModule, node: fx.Node) -> Unfolded | None:
+    """The BatchNorm with statistics of its own that ``node`` is in eval mode, or None."""
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        ranks = getattr(kind_of(module), "norm_ranks", ())
+        tracked = bool(ranks) and cast(nn.BatchNorm2d, module).running_mean is not None
+        return Unfolded(module, _parts(module), None, ranks) if tracked else None
+    if node.op != "call_function" or node.target is not functional.batch_norm:
+        return None
+    given = _arguments(node, _BATCH_NORM)
+    reads, eps = _reads(gm, given), given.get("eps", 1e-5)
+    if reads is None or "running_mean" not in reads or "running_var" not in reads:
+        return None
+    if given.get("training", False) is not False or not isinstance(eps, float):
+        return None
+    module: Any = _stand_in(gm, reads)
+    module.eps = eps
+    return Unfolded(module, _stored(gm, reads), None, (2, 3, 4, 5), False, reads)
+
+
+def _parts(module: nn.Module) -> tuple[nn.Module | Tensor, ...]:
+    return (module, *module.parameters(), *module.buffers())
+
+
+def _arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _reads(gm: fx.GraphModule, given: dict[str, Any]) -> dict[str, fx.Node] | None:
+    """The nodes that read stored tensors; None if an argument that should be one is computed."""
+    found = {name: given[name] for name in _TENSORS if given.get(name) is not None}
+    if all(isinstance(node, fx.Node) and _is_stored(gm, node) for node in found.values()):
+        return found
+    return None
+
+
+def _is_stored(gm: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(_tensor(gm, node), Tensor)
+
+
+def _tensor(gm: fx.GraphModule, node: fx.Node) -> Any:
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(gm.get_submodule(owner), name)
+
+
+def _stored(gm: fx.GraphModule, reads: dict[str, fx.Node]) -> tuple[Tensor, ...]:
+    return tuple(_tensor(gm, node) for node in reads.values())
+
+
+def _stand_in(gm: fx.GraphModule, reads: dict[str, fx.Node]) -> nn.Module:
+    """A module with copies of these tensors under their usual names."""
+    made = nn.Module()
+    for name in _TENSORS:
+        made.register_buffer(name, _tensor(gm, reads[name]).detach().clone() if name in reads else None)
+    return made
