@@ -24,6 +24,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Inputs, fresh, trial
 from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
 from pdp_fx.passes.harden_masks import swap_tensors
+from pdp_fx.tracing.functions import METADATA, SIZES
 
 BIAS = 2
 """The place of the bias among the arguments of a convolution or linear function."""
@@ -67,8 +68,15 @@ def _uses(gm: fx.GraphModule) -> Counter[int]:
             uses.update(id(tensor) for tensor in [*module.parameters(), *module.buffers()])
         elif node.op == "get_attr":
             owner, _, name = str(node.target).rpartition(".")
-            uses[id(getattr(gm.get_submodule(owner), name))] += len(node.users)
+            readers = sum(not _only_looks(user) for user in node.users)
+            uses[id(getattr(gm.get_submodule(owner), name))] += readers
     return uses
+
+
+def _only_looks(node: fx.Node) -> bool:
+    """Whether ``node`` asks a tensor for its size or the like, which folding does not change."""
+    asked = node.args[1] if node.target is getattr else node.target
+    return asked in METADATA | SIZES
 
 
 def _foldable(gm: fx.GraphModule, norm: fx.Node, uses: Counter[int]) -> Pair | None:

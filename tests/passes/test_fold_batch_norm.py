@@ -77,7 +77,9 @@ class SameSize(nn.Conv2d):
     """Pads as the input wants it, then convolves with its own weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.conv2d(functional.pad(input, (1, 1, 1, 1)), self.weight, self.bias, self.stride)
+        size = self.weight.shape[-1] // 2
+        padded = functional.pad(input, (size, size, size, size))
+        return functional.conv2d(padded, self.weight, self.bias, self.stride)
 
 
 class Standardised(nn.Conv2d):
