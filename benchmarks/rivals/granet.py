@@ -22,7 +22,7 @@ class GraNet(KeptSet):
     Args:
         site: where it stands.
         every: steps from one change of the masks to the next.
-        density: share of all weights that stay at the start.
+        density: share of all weights that stay at the start, or the target where that is more.
         ramp: share of the training in which the density falls to the target.
         swapped: share of the remaining weights that are swapped at the first change.
         swapped_last: the same at the end of the training.
@@ -41,7 +41,7 @@ class GraNet(KeptSet):
     ) -> None:
         super().__init__(site)
         self.every = every
-        self.density = density
+        self.density = max(density, 1 - self.ratio)
         self.ramp = ramp
         self.swapped = swapped
         self.swapped_last = swapped_last

@@ -1,0 +1,272 @@
+"""ResNet20 on CIFAR-10: PDP, the dense net and the rivals, with one data pipeline, loop, seed and budget.
+
+Two blocks: in "own" each method allocates sparsity to layers as it was published; in "common" all get the
+counts of one magnitude ranking of the trained dense net of seed 0. Only the 3x3 convolutions are pruned, the
+267,696 weights of the paper's table. Every run is written to the results when it is over; a run that is
+stopped goes on after its last whole epoch.
+
+    python -m benchmarks.cifar --data DATA --short --methods dense pdp st3 --seeds 0 1 2
+    python -m benchmarks.cifar --data DATA --sparsity 0.863 0.98 --device cuda
+    python -m benchmarks.cifar --short --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import pdp_fx
+from benchmarks import results
+from benchmarks.cifar_table import as_text
+from benchmarks.data import Batches, Images, load_cifar10, split_off
+from benchmarks.methods import METHODS, Budget, Counts
+from benchmarks.resnet_cifar import ResNet20
+from benchmarks.results import Record
+from benchmarks.training import Settings, Trainer, accuracy, own_parameters
+from pdp_fx.allocation import allocate, most_prunable
+
+SKIPPED = {"fc": None, r"re:.*\.shortcut": None}
+SPARSITIES = (0.863, 0.9, 0.95, 0.98)
+KNOBS = {"str": (-12.0, -1.0), "cs": (0.5, -0.5)}
+"""Between these, from too little to too much, the knob of a searched method is looked for."""
+
+HELD_OUT = 5000
+MIN_KEEP = 0.25
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        method: a name of `METHODS`, or "dense".
+        block: "own" or "common".
+        ratio: share of the weights that go; None for the dense net and for a method with a knob.
+        seed: of the weights and batches.
+        epochs: of the whole training.
+        validated: whether accuracy is that on held out training images, for tuning.
+        knob: what the sparsity of a searched method follows from.
+        rate: peak learning rate.
+        batch: images in a batch.
+    """
+
+    method: str
+    block: str
+    ratio: float | None
+    seed: int
+    epochs: int
+    validated: bool = False
+    knob: float | None = None
+    rate: float = 0.4
+    batch: int = 128
+
+    @property
+    def key(self) -> str:
+        """What tells runs apart in the results."""
+        amount = "" if self.ratio is None else f" {self.ratio:g}"
+        knob = "" if self.knob is None else f" knob {self.knob:.6g}"
+        on = " validation" if self.validated else ""
+        how = f"{self.epochs} epochs rate {self.rate:g} batch {self.batch} seed {self.seed}"
+        return f"{self.method} {self.block}{amount}{knob} {how}{on}"
+
+
+@dataclass
+class Bench:
+    """The data and everything that is the same for all runs."""
+
+    data: Path
+    out: Path
+    states: Path
+    settings: Settings
+
+    @cached_property
+    def images(self) -> tuple[Images, Images]:
+        """The training and the test images."""
+        return load_cifar10(self.data)
+
+    def split(self, validated: bool) -> tuple[Images, Images]:
+        """What to train on and what to measure on."""
+        train, test = self.images
+        if validated:
+            train, test = split_off(train, min(HELD_OUT, len(train) // 10))
+        return train.to(self.settings.device), test.to(self.settings.device)
+
+    def run(self, run: Run) -> Record:
+        """The record of a run, from the results or from training it now."""
+        found = results.load(self.out).get(run.key)
+        if found is not None:
+            return found
+        train, measured = self.split(run.validated)
+        batches = Batches(train, run.batch, run.seed)
+        trainer = self._trainer(run, len(batches))
+        state = self.states / f"{run.key.replace(' ', '_')}.pt"
+        if state.exists():
+            trainer.load(state)
+        state.parent.mkdir(parents=True, exist_ok=True)
+        while trainer.done < run.epochs:
+            loss = trainer.epoch(batches)
+            left = (run.epochs - trainer.done) * trainer.seconds[-1] / 60
+            print(
+                f"{run.key}: epoch {trainer.done} of {run.epochs}, loss {loss:.3f}, "
+                f"{trainer.seconds[-1]:.1f} s, {left:.0f} min left",
+                flush=True,
+            )
+            trainer.save(state)
+        record = self._record(run, trainer, batches, measured)
+        results.add(self.out, record)
+        state.unlink()
+        return record
+
+    def _trainer(self, run: Run, steps: int) -> Trainer:
+        torch.manual_seed(run.seed)
+        model: nn.Module = ResNet20().to(self.settings.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        budget, settings = Budget(run.epochs, steps), replace(self.settings, rate=run.rate)
+        if run.method == "dense":
+            return Trainer(model, None, budget, settings)
+        method = METHODS[run.method](budget, run.knob)
+        common = self._common(run) if run.block == "common" else None
+        spec = method.spec(0.5 if run.ratio is None else run.ratio, SKIPPED, common)
+        example = torch.zeros(2, 3, 32, 32, device=self.settings.device)
+        return Trainer(pdp_fx.prepare(model, spec, example), method, budget, settings)
+
+    def _common(self, run: Run) -> Counts:
+        """The counts of the common block: those of the dense net of seed 0, which is trained if need be."""
+        dense = self.run(replace(run, method="dense", block="own", ratio=None, seed=0))
+        return {layer: (gone, size) for layer, (gone, size) in dense["allocation"][f"{run.ratio:g}"].items()}
+
+    def _record(self, run: Run, trainer: Trainer, batches: Batches, measured: Images) -> Record:
+        model = trainer.model
+        # The report of a dense net in training mode would be of another graph.
+        report = pdp_fx.report(model.eval(), torch.zeros(2, 3, 32, 32, device=self.settings.device))
+        rows = [row for row in report.rows if not _skipped(row.layer)]
+        hard = accuracy(model, batches, measured)
+        record: Record = {
+            "key": run.key,
+            **asdict(run),
+            "hard": hard,
+            "soft": hard if run.method == "dense" else accuracy(model, batches, measured, soft=True),
+            "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
+            "least": min(row.left / row.weights for row in rows),
+            "macs": report.macs_left,
+            "extra": sum(parameter.numel() for parameter in own_parameters(model)),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "layers": {row.layer: [row.left, row.weights] for row in rows},
+            "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
+            "losses": [round(loss, 5) for loss in trainer.losses],
+            "settings": asdict(trainer.settings),
+            "machine": machine(self.settings.device),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        if run.method == "dense":
+            record["allocation"] = {f"{ratio:g}": _allocation(model, ratio) for ratio in SPARSITIES}
+        elif record["sparsity"] > 0:
+            record["converted"] = accuracy(pdp_fx.convert(model), batches, measured)
+        return record
+
+    def search(self, run: Run, trials: int) -> None:
+        """Halve the range of a knob until the sparsity is met, each time with a whole training."""
+        little, much = KNOBS[run.method]
+        for _ in range(trials):
+            knob = 0.5 * (little + much)
+            record = self.run(replace(run, ratio=None, knob=knob))
+            missing = (run.ratio or 0.0) - record["sparsity"]
+            print(f"{record['key']}: sparsity {record['sparsity']:.4f}, wanted {run.ratio}", flush=True)
+            if abs(missing) < 0.002:
+                return
+            little, much = (knob, much) if missing > 0 else (little, knob)
+
+
+def _skipped(layer: str) -> bool:
+    return layer == "fc" or layer.endswith("shortcut")
+
+
+def _allocation(model: nn.Module, ratio: float) -> dict[str, tuple[int, int]]:
+    """How many weights of each layer are among the least of all, with a share of each layer that stays."""
+    convs = {
+        name: module.weight.detach().abs()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and not _skipped(name)
+    }
+    sizes = [weight.numel() for weight in convs.values()]
+    most = [most_prunable(size, ratio, MIN_KEEP) for size in sizes]
+    counts = allocate(list(convs.values()), round(ratio * sum(sizes)), most)
+    return {name: (gone, size) for name, gone, size in zip(convs, counts, sizes, strict=True)}
+
+
+def machine(device: str) -> Record:
+    """What times depend on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    return {"name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def wanted(options: argparse.Namespace) -> Iterator[Run]:
+    """The runs that the options ask for, the dense ones first."""
+    common = Run(
+        "",
+        "own",
+        None,
+        seed=0,
+        epochs=16 if options.short else options.epochs,
+        validated=options.validate,
+        rate=options.rate,
+        batch=options.batch,
+    )
+    for method in sorted(options.methods, key=lambda name: name != "dense"):
+        for seed in options.seeds:
+            if method == "dense":
+                yield replace(common, method="dense", seed=seed)
+                continue
+            for ratio in options.sparsity:
+                for block in options.blocks if method not in KNOBS else ["own"]:
+                    yield replace(common, method=method, block=block, ratio=ratio, seed=seed)
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description="ResNet20 on CIFAR-10: PDP and its rivals.")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder with CIFAR-10")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar.jsonl"))
+    parser.add_argument("--states", type=Path, default=Path("out/cifar"), help="for runs that are not over")
+    names = ["dense", *METHODS]
+    parser.add_argument("--methods", nargs="+", default=["dense", "pdp"], choices=names)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--sparsity", nargs="+", type=float, default=[0.863], choices=SPARSITIES)
+    parser.add_argument("--blocks", nargs="+", default=["own", "common"], choices=["own", "common"])
+    parser.add_argument("--short", action="store_true", help="16 epochs instead of --epochs")
+    parser.add_argument("--epochs", type=int, default=120)
+    parser.add_argument("--validate", action="store_true", help="hold out training images: for tuning")
+    parser.add_argument("--trials", type=int, default=6, help="trainings of a search for a sparsity")
+    parser.add_argument("--rate", type=float, default=0.4, help="peak learning rate")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--table", action="store_true", help="only print the results so far")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    settings = Settings(precision=options.precision, device=options.device)
+    bench = Bench(options.data, options.out, options.states, settings)
+    for run in () if options.table else wanted(options):
+        if run.method in KNOBS:
+            bench.search(run, options.trials)
+        else:
+            bench.run(run)
+    epochs = 16 if options.short else options.epochs
+    print(as_text(list(results.load(options.out).values()), epochs, options.validate))
+
+
+if __name__ == "__main__":
+    main()

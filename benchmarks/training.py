@@ -1,0 +1,197 @@
+"""One training loop for all methods: the same batches, optimizer and learning rate for the weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pdp_fx
+from benchmarks.data import Batches, Images
+from benchmarks.methods import Budget, Method
+from pdp_fx import MaskPolicy
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all methods.
+
+    Attributes:
+        rate: peak learning rate of SGD.
+        decay: weight decay of all parameters of the model.
+        momentum: of SGD.
+        warmup: share of the epochs in which the learning rate rises to its peak.
+        precision: "fp32", or "bf16" under autocast.
+        device: "cpu" or "cuda".
+    """
+
+    rate: float = 0.4
+    decay: float = 1e-4
+    momentum: float = 0.9
+    warmup: float = 5 / 120
+    precision: str = "fp32"
+    device: str = "cpu"
+
+
+def own_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What a method adds to the model."""
+    return [parameter for name, parameter in model.named_parameters() if name.startswith("pdp.")]
+
+
+def falling(step: int, first: int, last: int, warmup: int) -> float:
+    """The factor of the learning rate from step ``first`` to ``last``: a linear rise, then half a cosine."""
+    if step - first < warmup:
+        return (step - first + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - first - warmup) / max(last - first - warmup, 1)))
+
+
+@dataclass
+class Trainer:
+    """A model in training, which can be written to a file after any epoch and go on from it.
+
+    Attributes:
+        model: prepared, or dense where the method is None.
+        method: how it is pruned.
+        budget: how long the training is.
+        settings: the rest.
+        done: epochs that are over.
+        seconds: of training, by epoch.
+        losses: mean losses, by epoch.
+        remembered: the weights that a method goes back to, once they are known.
+    """
+
+    model: nn.Module
+    method: Method | None
+    budget: Budget
+    settings: Settings
+    done: int = 0
+    seconds: list[float] = field(default_factory=list[float])
+    losses: list[float] = field(default_factory=list[float])
+    remembered: State | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method.begun:
+            pdp_fx.step(self.model)
+        self.optimizers = self._optimizers()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        settings, own = self.settings, own_parameters(self.model)
+        theirs = {id(parameter) for parameter in own}
+        weights = [parameter for parameter in self.model.parameters() if id(parameter) not in theirs]
+        found: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(weights, settings.rate, settings.momentum, weight_decay=settings.decay)
+        ]
+        if own and self.method is not None:
+            scores = self.method.scores
+            decay = settings.decay if scores.decayed else 0.0
+            rate = settings.rate if scores.rate is None else scores.rate
+            if scores.adam:
+                found.append(torch.optim.Adam(own, rate, weight_decay=decay))
+            else:
+                sgd = torch.optim.SGD(
+                    own, rate, settings.momentum, weight_decay=decay, nesterov=scores.nesterov
+                )
+                found.append(sgd)
+        for optimizer in found:
+            optimizer.param_groups[0]["peak"] = optimizer.param_groups[0]["lr"]
+        return found
+
+    def rate_factor(self, step: int) -> float:
+        """The share of the peak learning rate at a step of the whole training."""
+        restarts = [0, *(self.method.restarts if self.method else ()), self.budget.epochs]
+        place = max(i for i, epoch in enumerate(restarts[:-1]) if step >= epoch * self.budget.steps)
+        first, last = (restarts[place + offset] * self.budget.steps for offset in (0, 1))
+        return falling(step, first, last, round(self.settings.warmup * (last - first)))
+
+    def epoch(self, batches: Batches) -> float:
+        """Train one epoch and return the mean loss, without the methods' own terms."""
+        method, self.model = self.method, self.model.train()
+        self._rewind()
+        started, losses = time.perf_counter(), list[Tensor]()
+        for number, (images, labels) in enumerate(batches.epoch(self.done)):
+            self._set_rates(self.done * self.budget.steps + number)
+            losses.append(self._step(images, labels))
+            if method is not None and method.schedule.per == "step":
+                pdp_fx.step(self.model)
+        if method is not None and method.schedule.per == "epoch":
+            pdp_fx.step(self.model)
+        self.losses.append(torch.stack(losses).mean().item())
+        self.seconds.append(time.perf_counter() - started)
+        self.done += 1
+        return self.losses[-1]
+
+    def _step(self, images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+            outputs = self.model(images)
+        loss = nn.functional.cross_entropy(outputs.float(), labels)
+        whole = loss if self.method is None else loss + pdp_fx.penalty(self.model)
+        whole.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def _set_rates(self, step: int) -> None:
+        factor = self.rate_factor(step)
+        own = self.method.scores.factor(step // self.budget.steps) if self.method else 1.0
+        for place, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * factor * (own if place else 1.0)
+
+    def _rewind(self) -> None:
+        """Remember the weights of an early epoch, or go back to them with fresh optimizers."""
+        if self.method is None or self.method.rewind is None:
+            return
+        early, late = self.method.rewind
+        if self.done == early:
+            state = self.model.state_dict()
+            self.remembered = {k: v.clone() for k, v in state.items() if not k.startswith("pdp.")}
+        if self.done == late and self.remembered is not None:
+            self.model.load_state_dict(self.remembered, strict=False)
+            self.optimizers = self._optimizers()
+
+    def save(self, path: Path) -> None:
+        """Write everything that the next epoch depends on."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "remembered": self.remembered,
+            "done": self.done,
+            "seconds": self.seconds,
+            "losses": self.losses,
+        }
+        part = path.with_suffix(".part")
+        torch.save(state, part)
+        part.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from what `save` wrote."""
+        state: State = torch.load(path, map_location=self.settings.device)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.remembered, self.done = state["remembered"], state["done"]
+        self.seconds, self.losses = state["seconds"], state["losses"]
+
+
+def accuracy(model: nn.Module, batches: Batches, images: Images, soft: bool = False) -> float:
+    """Share of the images that get their label, in float32; with the masks of training mode if ``soft``."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, MaskPolicy):
+            module.train(soft)
+    with torch.no_grad():
+        right = _right(model, batches.plain(images))
+    return right / len(images)
+
+
+def _right(model: nn.Module, parts: Iterable[tuple[Tensor, Tensor]]) -> int:
+    return sum(int((model(pixels).argmax(1) == labels).sum()) for pixels, labels in parts)
