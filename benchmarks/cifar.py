@@ -1,12 +1,14 @@
 """ResNet20 on CIFAR-10: PDP, the dense net and the rivals, with one data pipeline, loop, seed and budget.
 
 Two blocks: in "own" each method allocates sparsity to layers as it was published; in "common" all get the
-counts of one magnitude ranking of the trained dense net of seed 0. Only the 3x3 convolutions are pruned, the
+counts of one magnitude ranking of the trained dense net of seed 0. N:M patterns have tables of their own,
+where the stem stays dense for its three input channels. Only the 3x3 convolutions are pruned, the
 267,696 weights of the paper's table. Every run is written to the results when it is over; a run that is
 stopped goes on after its last whole epoch.
 
     python -m benchmarks.cifar --data DATA --short --methods dense pdp st3 --seeds 0 1 2
     python -m benchmarks.cifar --data DATA --sparsity 0.863 0.98 --device cuda
+    python -m benchmarks.cifar --data DATA --short --methods dense pdp sr-ste --patterns 2:4 4:8 1:4 2:8
     python -m benchmarks.cifar --short --table
 """
 
@@ -27,7 +29,7 @@ import pdp_fx
 from benchmarks import results
 from benchmarks.cifar_table import as_text
 from benchmarks.data import Batches, Images, load_cifar10, split_off
-from benchmarks.methods import METHODS, Budget, Counts
+from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
 from benchmarks.training import Settings, Trainer, accuracy, own_parameters
@@ -47,8 +49,8 @@ class Run:
     """One training.
 
     Attributes:
-        method: a name of `METHODS`, or "dense".
-        block: "own" or "common".
+        method: a name of `METHODS` or, for a pattern, of `PATTERN_METHODS`; or "dense".
+        block: "own", "common", or an N:M pattern such as "2:4".
         ratio: share of the weights that go; None for the dense net and for a method with a knob.
         seed: of the weights and batches.
         epochs: of the whole training.
@@ -131,9 +133,13 @@ class Bench:
         budget, settings = Budget(run.epochs, steps), replace(self.settings, rate=run.rate)
         if run.method == "dense":
             return Trainer(model, None, budget, settings)
-        method = METHODS[run.method](budget, run.knob)
-        common = self._common(run) if run.block == "common" else None
-        spec = method.spec(0.5 if run.ratio is None else run.ratio, SKIPPED, common)
+        if ":" in run.block:
+            method = PATTERN_METHODS[run.method](budget, run.knob)
+            spec = method.pattern_spec(*pattern(run.block), SKIPPED)
+        else:
+            method = METHODS[run.method](budget, run.knob)
+            common = self._common(run) if run.block == "common" else None
+            spec = method.spec(0.5 if run.ratio is None else run.ratio, SKIPPED, common)
         example = torch.zeros(2, 3, 32, 32, device=self.settings.device)
         return Trainer(pdp_fx.prepare(model, spec, example), method, budget, settings)
 
@@ -184,6 +190,17 @@ class Bench:
             little, much = (knob, much) if missing > 0 else (little, knob)
 
 
+def pattern(text: str) -> tuple[int, int]:
+    """The numbers of an N:M pattern.
+
+    Example:
+        >>> pattern("2:4")
+        (2, 4)
+    """
+    keep, of = text.split(":")
+    return int(keep), int(of)
+
+
 def _skipped(layer: str) -> bool:
     return layer == "fc" or layer.endswith("shortcut")
 
@@ -224,7 +241,10 @@ def wanted(options: argparse.Namespace) -> Iterator[Run]:
             if method == "dense":
                 yield replace(common, method="dense", seed=seed)
                 continue
-            for ratio in options.sparsity:
+            for text in options.patterns:
+                keep, of = pattern(text)
+                yield replace(common, method=method, block=text, ratio=1 - keep / of, seed=seed)
+            for ratio in () if options.patterns else options.sparsity:
                 for block in options.blocks if method not in KNOBS else ["own"]:
                     yield replace(common, method=method, block=block, ratio=ratio, seed=seed)
 
@@ -235,11 +255,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder with CIFAR-10")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar.jsonl"))
     parser.add_argument("--states", type=Path, default=Path("out/cifar"), help="for runs that are not over")
-    names = ["dense", *METHODS]
+    names = ["dense", *dict.fromkeys([*METHODS, *PATTERN_METHODS])]
     parser.add_argument("--methods", nargs="+", default=["dense", "pdp"], choices=names)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.863], choices=SPARSITIES)
     parser.add_argument("--blocks", nargs="+", default=["own", "common"], choices=["own", "common"])
+    parser.add_argument(
+        "--patterns", nargs="+", default=[], metavar="N:M", help="N:M patterns instead of --sparsity"
+    )
     parser.add_argument("--short", action="store_true", help="16 epochs instead of --epochs")
     parser.add_argument("--epochs", type=int, default=120)
     parser.add_argument("--validate", action="store_true", help="hold out training images: for tuning")
@@ -250,7 +273,12 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU")
     parser.add_argument("--table", action="store_true", help="only print the results so far")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    known = PATTERN_METHODS if options.patterns else METHODS
+    unknown = [name for name in options.methods if name != "dense" and name not in known]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: only with{'out' if options.patterns else ''} --patterns")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:

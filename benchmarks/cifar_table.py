@@ -40,7 +40,8 @@ def as_text(records: Sequence[Record], epochs: int, validated: bool = False) -> 
     fitting = [r for r in records if r["epochs"] == epochs and r["validated"] == validated]
     ratios = sorted({record["ratio"] for record in fitting if record["ratio"] is not None})
     on = "held out training images" if validated else "test images"
-    parts = [_table(fitting, ratio, block, epochs, on) for ratio in ratios for block in ("own", "common")]
+    blocks = dict.fromkeys(["own", "common", *sorted(record["block"] for record in fitting)])
+    parts = [_table(fitting, ratio, block, epochs, on) for ratio in ratios for block in blocks]
     return "\n".join(part for part in parts if part)
 
 
@@ -49,7 +50,8 @@ def _table(records: Sequence[Record], ratio: float, block: str, epochs: int, on:
     if len(rows) < 2:
         return ""
     shown = [*(PAPER if ratio == 0.863 and block == "own" else ()), *rows]
-    title = f"ResNet20 / CIFAR-10, {ratio:.1%} of 267,696 weights, {epochs} epochs, {block} allocation, {on}"
+    what = block if ":" in block else f"{ratio:.1%} of 267,696 weights, {block} allocation"
+    title = f"ResNet20 / CIFAR-10, {what}, {epochs} epochs, {on}"
     return f"{title}\n{tabulate(shown, HEADS, disable_numparse=True)}\n"
 
 

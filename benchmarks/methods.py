@@ -1,4 +1,4 @@
-"""How each unstructured method of the tables is trained, scaled to a number of epochs and steps.
+"""How each method of the tables is trained, scaled to a number of epochs and steps.
 
 What a method needs besides its policy is here: its ramp, whether layers share one target, how its own
 parameters are trained. Weights, learning rate, batches and seeds are the same for all.
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.rivals import ACDC, CS, DNW, GMP, ST3, STR, Feather, GraNet, Movement, OptG, Spartan
+from benchmarks.rivals import ACDC, CS, DNW, GMP, SRSTE, ST3, STR, Feather, GraNet, Movement, OptG, Spartan
 from benchmarks.rivals.acdc import phases
 from benchmarks.rivals.optg import ramp
-from pdp_fx import PruneSpec, Schedule, Unstructured
+from pdp_fx import NM, PruneSpec, Schedule, Unstructured
 from pdp_fx.spec import Allocation, Rule
 
 Policy = Callable[[Any], Any]
@@ -106,6 +106,10 @@ class Method:
         }
         return PruneSpec(None, rules, self.schedule, allocation="uniform", **self.options)
 
+    def pattern_spec(self, keep: int, of: int, skipped: Mapping[str, None]) -> PruneSpec:
+        """The spec for an N:M pattern in all layers but the skipped ones."""
+        return PruneSpec(NM(keep, of, policy=self.policy), skipped, self.schedule, **self.options)
+
 
 def _pdp(budget: Budget, knob: float | None, **options: Any) -> Method:
     if budget.epochs == 120:
@@ -172,6 +176,17 @@ def _feather(budget: Budget, knob: float | None) -> Method:
 def _spartan(budget: Budget, knob: float | None) -> Method:
     return Method(Spartan, Schedule.fit(budget.total, per="step"))
 
+
+def _sr_ste(budget: Budget, knob: float | None) -> Method:
+    return Method(SRSTE, Schedule.fit(budget.epochs))
+
+
+PATTERN_METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
+    "pdp": _pdp,
+    "pdp-relative": partial(_pdp, tau="rel:0.1"),
+    "sr-ste": _sr_ste,
+}
+"""The same for N:M patterns."""
 
 METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp-paper": partial(_pdp, min_keep=0.0),

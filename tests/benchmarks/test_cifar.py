@@ -56,7 +56,7 @@ def test_a_table_has_both_blocks_beside_the_paper(
         name: gone for name, (gone, _) in allocation.items()
     }
     assert "PDP, the paper" in printed
-    assert printed.count("common allocation, test images") == 1
+    assert printed.count("common allocation, 3 epochs, test images") == 1
     assert "epoch 3 of 3" in printed
 
 
@@ -95,6 +95,24 @@ def test_a_search_tries_knobs_until_the_sparsity_is_met(arguments: list[str]) ->
     assert all(record["ratio"] is None and record["extra"] == 19 for record in records)
     sparser = [record["knob"] < after["knob"] for record, after in zip(records, records[1:], strict=False)]
     assert sparser == [record["sparsity"] < 0.863 for record in records[:-1]]
+
+
+def test_patterns_have_tables_of_their_own(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cifar.main([*arguments, "--methods", "pdp", "sr-ste", "dense", "--patterns", "2:4", "2:8"])
+    records = [record for record in lines(arguments) if record["method"] != "dense"]
+    assert [(record["method"], record["block"]) for record in records] == [
+        ("pdp", "2:4"),
+        ("pdp", "2:8"),
+        ("sr-ste", "2:4"),
+        ("sr-ste", "2:8"),
+    ]
+    for record in records:
+        for layer, (left, size) in record["layers"].items():
+            assert left == size * (1 if layer == "conv1" else 1 - record["ratio"])
+    printed = capsys.readouterr().out
+    assert "ResNet20 / CIFAR-10, 2:8, 3 epochs, test images" in printed
+    with pytest.raises(SystemExit):
+        cifar.main([*arguments, "--methods", "optg", "--patterns", "2:4"])
 
 
 def test_the_table_takes_the_nearest_knob_and_the_spread_of_seeds() -> None:
