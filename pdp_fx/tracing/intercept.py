@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdp_fx.tracing.gradients import gradient_blocks
+from pdp_fx.tracing.objects import apply_of
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.source import user_frame
-from pdp_fx.tracing.steps import Step, UnrecordableError, Whole
+from pdp_fx.tracing.steps import Step, Whole
 
 
 class _Listener(TorchFunctionMode):
@@ -59,7 +60,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
             return apply.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
             return args[0](*args[2:])
-        return recorder.guarded(_refuse_autograd_function, cls)
+        return recorder.guarded(recorder.function, apply_of(cls), args, {})
 
     autocasts: dict[int, Step] = {}
 
@@ -157,7 +158,3 @@ def _unfolded(function: Any) -> Callable[..., Any]:
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
-
-
-def _refuse_autograd_function(cls: type) -> None:
-    raise UnrecordableError(f"uses the autograd function {cls.__name__}")

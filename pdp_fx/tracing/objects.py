@@ -1,10 +1,12 @@
-"""Objects of users' own classes: what a model returns, such as key-value caches, and the model itself."""
+"""What users define: autograd functions, classes of objects that a model returns, the model itself."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.autograd import Function
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,30 @@ class Build:
         for name, value in self.fixed:
             setattr(made, name, value)
         return made
+
+
+@dataclass(frozen=True)
+class Apply:
+    """An autograd function as a function of its own name.
+
+    Attributes:
+        kind: the subclass of `torch.autograd.Function`.
+    """
+
+    kind: type[Function]
+
+    @property
+    def __name__(self) -> str:
+        return self.kind.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.kind.apply(*args)
+
+
+@functools.cache
+def apply_of(kind: type[Function]) -> Apply:
+    """The one `Apply` of an autograd function, so that two recordings hold the same."""
+    return Apply(kind)
 
 
 class MethodOf(nn.Module):

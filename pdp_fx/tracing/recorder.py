@@ -20,6 +20,7 @@ from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.dtypes import Dtypes
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.leaves import is_whole
+from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.shapes import check_step, structure_of
 from pdp_fx.tracing.sizes import Session, live
@@ -247,6 +248,8 @@ class Recorder:
         """Run a step; notes in it what the call did underneath, and returns which operands changed."""
         versions = [_version(tensor) for tensor in operands]
         result = self.run(call, args, kwargs)
+        if isinstance(call, Apply) and self.watch.read_numbers:
+            raise UnrecordableError(f"looks at numbers in the autograd function {call.__name__}")
         values = list(all_values((step.args, step.kwargs)))
         whole = step.op == "call_module" or bool(step.reason)
         step.random = self.watch.random

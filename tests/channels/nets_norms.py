@@ -1,5 +1,7 @@
 """Norms whose statistics run over channels: with masked statistics even those channels can go."""
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -162,7 +164,38 @@ class GlobalResponseNorm(nn.Module):
         return self.head(x.mean((1, 2)))
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, and has the gradient of something that does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.mul(4).round().div(4)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+class AutogradFunction(nn.Module):
+    """A user's own function with its own derivative, in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(cast(Tensor, Straight.apply(x)) if self.training else x.mul(4).round().div(4))
+
+
+class AutogradFunctionAlways(AutogradFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(cast(Tensor, Straight.apply(self.stem(x))))
+
+
 NORMS = (
+    Construct(AutogradFunction, sequences(), removed=4),
+    Construct(AutogradFunctionAlways, sequences(), removed=4),
     Construct(NormInsideBlock, sequences(), removed=12, reason="statistics of layer_norm"),
     Construct(GlobalResponseNorm, images(), removed=6, reason="statistics of layer_norm"),
     Construct(ThroughRmsNorm, sequences(), removed=16, through_norms=True),

@@ -72,7 +72,19 @@ class Cubed(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
-        return 3 * gradient * x**2
+        return 2 * gradient * x**2
+
+
+class Deciding(Cubed):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x**3 if x.sum() > 0 else x
+
+
+class Decided(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, Deciding.apply(x))
 
 
 class Cubes(nn.Module):
@@ -140,9 +152,23 @@ def test_something_opaque_that_returns_another_structure_fails() -> None:
         gm(-torch.ones(2, 4))
 
 
-def test_an_autograd_function_keeps_its_module_whole() -> None:
-    gm = exact(Around(Cubes()), torch.randn(2, 4))
-    assert "uses the autograd function Cubed" in opaque(gm)["inner"]
+def test_an_autograd_function_is_one_step_with_its_own_derivative() -> None:
+    x = torch.randn(2, 4)
+    model = Around(Cubes())
+    gm = exact(model, x)
+    assert not opaque(gm)
+    assert [node.name for node in gm.graph.nodes if node.name == "cubed"]
+    for either in (model, gm):
+        either.train()
+    wanted, got = (torch.autograd.grad(m(x).sum(), model.before.weight)[0] for m in (model, gm))
+    assert torch.equal(wanted, got)
+    plain = torch.autograd.grad(model.after(model.before(x) ** 3).sum(), model.before.weight)[0]
+    assert not torch.allclose(got, plain)
+
+
+def test_an_autograd_function_that_decides_by_numbers_keeps_its_module_whole() -> None:
+    gm = exact(Around(Decided()), torch.randn(2, 4))
+    assert "looks at numbers in the autograd function Deciding" in opaque(gm)["inner"]
 
 
 @pytest.mark.parametrize("source", ["python", "numpy"])
