@@ -106,7 +106,7 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
         rewrite = rewrite_of(gm, node)
         if rewrite is None:
             raise PassError(f"%{name} was to be resized, but there is no way to")
-        read = [value for source in node.all_input_nodes for value in found.values.get(source.name, ())]
+        read = [value for source in node.all_input_nodes for value in found.values_of(source)]
         source = found.kept(read[0] if read else Labelled((), ()), gone)
         results = tuple(found.kept(value, gone) for value in found.values[name])
         rewrite.apply(node, Job(source, results, found.numbers, changing))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.compiler import Context, Pass
@@ -69,6 +70,27 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
         for leaf in tree_leaves(result)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     )
+
+
+class Precision(TorchDispatchMode):
+    """Whether any operation inside the block has computed in less than float64.
+
+    Attributes:
+        double: False as soon as one has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.double = self.double and leaf.dtype == torch.float64
+        return result
 
 
 def relative_difference(outputs: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> float:

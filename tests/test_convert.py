@@ -447,10 +447,30 @@ def test_rounding_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference above the tolerance in float32 is looked at in float64, where it must vanish."""
     model, x = net("conv")
     prepared = pruned(model, Channels(ratio=0.5), x)
-    monkeypatch.setattr(api, "TOLERANCE", {torch.float32: 1e-12})
+    monkeypatch.setitem(api.TOLERANCE, torch.float32, 1e-12)
     converted = pdp_fx.convert(prepared)
     assert next(converted.parameters()).dtype == torch.float32
     assert 0.0 < difference(prepared.eval(), converted, x) <= 1e-5
+
+
+class NormsInSinglePrecision(nn.Module):
+    """Like the norms of language models, which cast to float32 whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.stem(x).float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.head(scaled.to(x.dtype))
+
+
+def test_single_precision_inside_a_double_model_is_no_failure() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 6, dtype=torch.float64)
+    prepared = pruned(NormsInSinglePrecision().double(), Channels(ratio=0.5), x)
+    assert 1e-9 < difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-5
 
 
 class Noisy(nn.Module):

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx
 
-from pdp_fx.channels.labels import Reason, Slot
+from pdp_fx.channels.labels import Layer, Reason, Slot, shaped
 from pdp_fx.channels.record import Contraction, Labelled, NormSite
 from pdp_fx.channels.resizing import Kept
 from pdp_fx.errors import PassError
@@ -97,6 +98,16 @@ class ChannelMap:
         return replace(
             self, values={name: tuple(value.bare() for value in self.values[name]) for name in wanted}
         )
+
+    def values_of(self, node: fx.Node) -> tuple[Labelled, ...]:
+        """The tensors that a node gave; a parameter is known by its name, whatever its node is called."""
+        shape = self.shapes.get(str(node.target)) if node.op == "get_attr" else None
+        if shape is None:
+            return self.values.get(node.name, ())
+        slots = [Slot(str(node.target), axis) for axis in range(len(shape))]
+        known = [(slot.axis, torch.from_numpy(self.ids[slot])) for slot in slots if slot in self.ids]
+        ids = [shaped(labels, axis, len(shape)) for axis, labels in known]
+        return (Labelled(shape, tuple(Layer(labels, torch.zeros_like(labels).bool()) for labels in ids)),)
 
     def kept(self, value: Labelled, gone: np.ndarray) -> Kept:
         """Which indices of a tensor stay when classes are dropped.
