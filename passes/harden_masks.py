@@ -40,12 +40,12 @@ class HardenMasks(Pass):
         for node in gm.graph.nodes:
             _unmask_norm(node)
         values: dict[fx.Node, Tensor] = {}
-        roots: dict[fx.Node, str] = {}
+        reads: dict[fx.Node, fx.Node] = {}
         with torch.no_grad():
             for node in gm.graph.nodes:
-                _fold(gm, node, values, roots)
+                _fold(gm, node, values, reads)
         masked = [node for node in values if node.op != "get_attr"]
-        self._replace(gm, masked, values, roots)
+        self._replace(gm, masked, values, reads)
         delattr(gm, CHILD)
         return True
 
@@ -54,18 +54,15 @@ class HardenMasks(Pass):
         gm: fx.GraphModule,
         masked: list[fx.Node],
         values: dict[fx.Node, Tensor],
-        roots: dict[fx.Node, str],
+        reads: dict[fx.Node, fx.Node],
     ) -> None:
         inside = set(masked)
-        final = {
-            roots[node]: values[node] for node in masked if any(user not in inside for user in node.users)
-        }
+        outer = [node for node in masked if any(user not in inside for user in node.users)]
+        final = {str(reads[node].target): values[node] for node in outer}
         for node in reversed(masked):
-            if node in roots and any(user not in inside for user in node.users):
-                with gm.graph.inserting_before(node):
-                    node.replace_all_uses_with(
-                        gm.graph.get_attr(roots[node]), delete_user_cb=lambda user: user not in inside
-                    )
+            if node in outer:
+                # The same node reads the parameter as before, so that what is known of it by its name holds.
+                node.replace_all_uses_with(reads[node], delete_user_cb=lambda user: user not in inside)
             gm.graph.erase_node(node)
         old = {name: gm.get_parameter(name) for name in final}
         with torch.no_grad():
@@ -103,7 +100,7 @@ def _unmask_norm(node: fx.Node) -> None:
 
 
 def _fold(
-    gm: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Tensor], roots: dict[fx.Node, str]
+    gm: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Tensor], reads: dict[fx.Node, fx.Node]
 ) -> None:
     """Evaluate a read of a parameter, or a node of ours that only reads evaluated ones."""
     target: Any = node.target
@@ -111,14 +108,14 @@ def _fold(
         owner, _, name = str(target).rpartition(".")
         value = getattr(gm.get_submodule(owner), name, None)
         if isinstance(value, nn.Parameter):
-            values[node], roots[node] = value, str(target)
+            values[node], reads[node] = value, node
     elif node.op == "call_module" and str(target).startswith(f"{CHILD}."):
         values[node] = gm.get_submodule(str(target))(*(values[arg] for arg in node.all_input_nodes))
     elif node.op == "call_function" and target is mask_axis:
         parameter, mask, axis = node.args
         values[node] = mask_axis(values[parameter], values[mask], axis)  # pyright: ignore[reportArgumentType]
-    if node in values and node.op != "get_attr" and node.all_input_nodes[0] in roots:
-        roots[node] = roots[node.all_input_nodes[0]]
+    if node in values and node.op != "get_attr" and node.all_input_nodes[0] in reads:
+        reads[node] = reads[node.all_input_nodes[0]]
 
 
 def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import Inputs, fresh, trial
+from pdp_fx.tracing.structure import tensors
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +62,12 @@ class VerifyEquivalence(Pass):
 
 
 def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Run ``gm`` in eval mode and return all floating-point outputs."""
+    """Run ``gm`` in eval mode and return all floating-point and complex outputs."""
     args, kwargs = fresh(inputs)
     with trial(gm):
         result = gm(*args, **kwargs)
     return tuple(
-        leaf.detach().clone()
-        for leaf in tree_leaves(result)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        leaf.detach().clone() for leaf in tensors(result) if leaf.is_floating_point() or leaf.is_complex()
     )
 
 

@@ -31,6 +31,7 @@ from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace
+from pdp_fx.tracing.replacing import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -186,8 +187,15 @@ def _proved_tolerance(gm: fx.GraphModule) -> float:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of its own; results of the last forward, which hooks may have kept, lose their history."""
+    deepcopy = torch.Tensor.__deepcopy__
+
+    def without_history(tensor: Tensor, memo: Any) -> Any:
+        return deepcopy(tensor if tensor.is_leaf else tensor.detach(), memo)
+
     try:
-        copied = copy.deepcopy(gm, _empty_tables(gm))
+        with replaced(torch.Tensor, "__deepcopy__", without_history):
+            copied = copy.deepcopy(gm, _empty_tables(gm))
     except RuntimeError as err:
         raise StateError(f"the model cannot be copied: {err}") from err
     # Every graph module has a class of its own, whose name deepcopy forgets.
@@ -277,7 +285,8 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
 def _broken_weight(model: nn.Module) -> str:
     """The name of a parameter that is not finite, or the empty string."""
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
+        ranked = parameter.is_floating_point() and parameter.layout is torch.strided
+        if ranked and not bool(torch.isfinite(parameter).all()):
             return name
     return ""
 

@@ -28,6 +28,7 @@ from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
+from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.verify import Runner, run
 
@@ -61,12 +62,23 @@ def trace(
     lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
     if lazy:
         raise TraceError(f"the parameter {lazy[0]!r} has no shape yet; run the model once before tracing it")
+    _refuse_sparse(model, example)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         replaced(functional, "_verify_batch_size", _accept),
     ):
         return _trace_by_recording(model, example, watch)
+
+
+def _refuse_sparse(model: nn.Module, example: ExampleCall) -> None:
+    """Sparse tensors have no memory of their own, by which a recording tells tensors apart."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    named += [("an example input", tensor) for tensor in tensors((example.args, example.kwargs))]
+    for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise TraceError(f"{name} is stored as {kind}, which cannot be traced; give it as to_dense()")
 
 
 def _trace_symbolically(model: nn.Module) -> fx.GraphModule:

@@ -533,3 +533,24 @@ def test_what_happens_in_training_only_is_gone(rule: Rule) -> None:
     assert [name for name, _ in converted.named_children()] == ["fc1", "fc2"]
     assert "training" not in str(converted.graph).replace("training: False", "")
     assert b"pdp_fx" not in pickle.dumps(converted)
+
+
+class KeepsFeatures(Mlp):
+    """A hook keeps what a layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        next(self.children()).register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        self.kept = [output]
+
+
+def test_what_a_hook_has_kept_of_the_last_forward_is_no_obstacle() -> None:
+    x = torch.randn(4, 8)
+    model = KeepsFeatures()
+    prepared = pruned(model, Unstructured(0.5), x)
+    prepared.train()(x).sum().backward()
+    assert not model.kept[0].is_leaf
+    assert difference(prepared.eval(), pdp_fx.convert(prepared), x) < 1e-6

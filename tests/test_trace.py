@@ -184,3 +184,23 @@ def test_hooks_that_a_first_run_installs_are_taken_out_again() -> None:
     exact(model, torch.randn(2, 4), torch.randn(3, 4))
     assert not model.layers[0]._forward_hooks
     assert not model.seen
+
+
+class Neighbours(nn.Module):
+    """A layer whose result is averaged over the neighbours in a graph."""
+
+    def __init__(self, adjacency: Tensor) -> None:
+        super().__init__()
+        self.adjacency, self.linear = nn.Parameter(adjacency, requires_grad=False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return torch.sparse.mm(self.adjacency if other is None else other, self.linear(x))
+
+
+def test_sparse_tensors_are_refused() -> None:
+    x, sparse = torch.randn(3, 4), torch.eye(3).to_sparse()
+    with pytest.raises(TraceError, match=r"adjacency is stored as sparse_coo.*to_dense\(\)"):
+        trace(Neighbours(sparse), x)
+    with pytest.raises(TraceError, match="an example input is stored as sparse_coo"):
+        trace(Neighbours(torch.eye(3)), (x, sparse))
+    assert trace(Neighbours(torch.eye(3)), x)(x).shape == (3, 4)

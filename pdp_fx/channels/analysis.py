@@ -36,6 +36,7 @@ from pdp_fx.channels.running import place_arguments, run
 from pdp_fx.channels.streams import keep_streams
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
+from pdp_fx.tracing.structure import tensors
 
 RULE_MODULES = (
     rules_attention,
@@ -73,8 +74,8 @@ def analyse(
 
 def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms: bool) -> ChannelMap:
     """The channel structure, from what a run of ``gm`` on ``inputs`` has shown."""
-    tensors = [leaf for leaf in tree_leaves(place_arguments(gm, inputs)) if isinstance(leaf, Tensor)]
-    batch = tensors[0].shape[0] if tensors and tensors[0].ndim else 1
+    given = next(tensors(place_arguments(gm, inputs)), None)
+    batch = given.shape[0] if given is not None and given.ndim else 1
     return _solve(record, batch, None if through_norms else gm.graph)
 
 
@@ -104,7 +105,7 @@ def observe(
         _settle_norm(flow, result)
         check_sizes(gm, node, flow, result)
         if node.op == "output":
-            flow.freeze_all([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], RETURNED)
+            flow.freeze_all(list(tensors(result)), RETURNED)
 
     def can_mask(node: fx.Node) -> bool:
         if node.op == "call_module":

@@ -91,9 +91,13 @@ class ChannelMap:
         return self
 
     def abridged(self, gm: fx.GraphModule) -> ChannelMap:
-        """The map without the values of nodes, except for those that a resized node reads or gives."""
+        """The map without the values of nodes, except for those that a resized node reads or gives.
+
+        In ``gm`` a mask may lie between a node and the parameter that it reads; it goes with the masks.
+        """
         nodes = {node.name: node for node in gm.graph.nodes}
         read = [source.name for name in self.resized for source in nodes[name].all_input_nodes]
+        read += [node.name for node in gm.graph.find_nodes(op="get_attr")]
         wanted = [name for name in (*read, *self.resized) if name in self.values]
         return replace(
             self, values={name: tuple(value.bare() for value in self.values[name]) for name in wanted}

@@ -57,15 +57,21 @@ class _FlowInterpreter(fx.Interpreter):
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         inside = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
         stored = [*inside.parameters(), *inside.buffers()] if isinstance(inside, nn.Module) else []
-        name = type(inside).__name__ if inside is not None else node.name
         with no_dispatch():
             result = super().run_node(node)
-        remedy = "choose with tensor operations such as torch.where"
-        self.flow.freeze_all([*read, *stored], f"{name} decides by its data what it does", remedy)
+        self.flow.freeze_all([*read, *stored], *_why_unseen(inside, node.name))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
                 self.flow.put(leaf, ())
         return result
+
+
+def _why_unseen(inside: object, name: str) -> tuple[str, str]:
+    """Why channels are not followed through something, and what would change it."""
+    kind = name if inside is None else type(inside).__name__
+    if isinstance(inside, torch.jit.ScriptModule):
+        return f"{kind} is compiled by TorchScript", "script the converted model instead"
+    return f"{kind} decides by its data what it does", "choose with tensor operations such as torch.where"
 
 
 def _changeable(value: Any) -> Any:

@@ -118,7 +118,7 @@ def masked_group_norm(
 
 def masked_mean(
     input: Tensor,
-    dim: int | list[int],
+    dim: int | list[int] | None = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
@@ -129,22 +129,23 @@ def masked_mean(
 
     Args:
         input: any shape.
-        dim: the axes to average over; ``axis`` is one of them.
+        dim: the axes to average over, by default all; ``axis`` is one of them.
         keepdim: whether the axes stay, with size 1.
         dtype: what to compute in.
         mask: shape ``(input.shape[axis],)``, values in [0, 1].
         axis: the axis of the channels.
     """
+    axes = dim not in (None, [])
 
     def plain() -> Tensor:
-        return torch.mean(input, dim, keepdim, dtype=dtype)
+        return torch.mean(input, dim, keepdim, dtype=dtype) if axes else torch.mean(input, dtype=dtype)
 
     def masked() -> Tensor:
         wide = input if dtype is None else input.to(dtype)
         shape = [1] * wide.ndim
         shape[axis] = -1
         share = (mask / mask.mean()).to(wide.dtype).reshape(shape)
-        return torch.mean(wide * share, dim, keepdim)
+        return torch.mean(wide * share, dim, keepdim) if axes else torch.mean(wide * share)
 
     return _choose(mask, plain, masked)
 

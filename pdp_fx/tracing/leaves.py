@@ -1,5 +1,6 @@
 """Which modules stay whole: layers of `torch.nn` are leaves; containers and users' modules are not."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
@@ -28,8 +29,13 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module becomes one `call_module` node: `torch.nn` defines it, and it is no container."""
+    """Whether a module becomes one `call_module` node.
+
+    `torch.nn` defines it, and it is no container; or TorchScript has compiled it.
+    """
     home = type(module).__module__
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     torch_own = home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
     return torch_own and not _computes_weights(module)
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule
@@ -15,6 +14,7 @@ from pdp_fx.masks import ChannelMask
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.pruner import Pruner, find, parameters_of
 from pdp_fx.spec import Allocation
+from pdp_fx.tracing.structure import tensors
 
 ROUNDING = 1e-14
 """What another order of additions does to a float64 output, as when a matrix lies elsewhere in memory."""
@@ -57,9 +57,7 @@ def train(model: nn.Module, batches: list[tuple[Any, ...]]) -> None:
 
 def outputs(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
     """All floating-point outputs."""
-    return [
-        leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
+    return [leaf for leaf in tensors(model(*inputs)) if leaf.is_floating_point()]
 
 
 def difference(model: nn.Module, other: nn.Module, inputs: tuple[Any, ...]) -> float:

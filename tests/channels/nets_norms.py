@@ -164,6 +164,18 @@ class GlobalResponseNorm(nn.Module):
         return self.head(x.mean((1, 2)))
 
 
+class MeanOfEverything(nn.Module):
+    """A penalty on what a hidden layer gives, returned beside the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = F.relu(self.stem(x))
+        return self.head(x), x.square().mean(), torch.mean(x, dtype=torch.float64)
+
+
 class Straight(torch.autograd.Function):
     """Rounds, and has the gradient of something that does not."""
 
@@ -194,6 +206,7 @@ class AutogradFunctionAlways(AutogradFunction):
 
 
 NORMS = (
+    Construct(MeanOfEverything, sequences(), removed=4),
     Construct(AutogradFunction, sequences(), removed=4),
     Construct(AutogradFunctionAlways, sequences(), removed=4),
     Construct(NormInsideBlock, sequences(), removed=12, reason="statistics of layer_norm"),

@@ -1,5 +1,7 @@
 """Channels that must stay, and why; what is beside them can go."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -354,6 +356,39 @@ class Unfolded(nn.Module):
         return self.head(F.relu(self.mix(patches)))
 
 
+@dataclass
+class Found:
+    """What a model returns: one tensor, and sometimes another."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class ReturnedInRecord(nn.Module):
+    """Hidden channels that the model returns in an object, which hides them from other eyes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Linear(6, 8), nn.Linear(8, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Found:
+        x = F.relu(self.stem(x))
+        return Found(self.head(F.relu(self.mid(x))), x)
+
+
+class Holder:
+    """An object that is no dataclass."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.parts = {"hidden": hidden}
+
+
+class ReturnedInObject(ReturnedInRecord):
+    def forward(self, x: Tensor) -> tuple[Tensor, Holder]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = F.relu(self.stem(x))
+        return self.head(F.relu(self.mid(x))), Holder(x)
+
+
 class LearnedSoftmaxPool(nn.Module):
     """Positions, not channels, compete: nothing is in the way."""
 
@@ -400,5 +435,7 @@ REFUSALS = (
     Construct(ChannelAttention, sequences(), removed=4, reason="softmax runs over these channels"),
     Construct(Unpooled, images(), removed=3, reason="no channel rule for max_unpool2d"),
     Construct(Unfolded, images(), removed=7),
+    Construct(ReturnedInRecord, sequences(), removed=6, reason="the model returns these channels"),
+    Construct(ReturnedInObject, sequences(), removed=6, reason="the model returns these channels"),
     Construct(LearnedSoftmaxPool, signals(), removed=8),
 )

@@ -10,12 +10,12 @@ from tests.nets import NETS, RULES, at_once, convert_until, counts, difference, 
 
 HARDENED = """\
 x = input
-conv_weight_1 = conv.weight
-conv = conv(x, weight=conv_weight_1)
+conv_weight = conv.weight
+conv = conv(x, weight=conv_weight)
 bn = bn(conv)
 relu = relu(bn)
-head_weight_1 = head.weight
-head = head(relu, weight=head_weight_1)"""
+head_weight = head.weight
+head = head(relu, weight=head_weight)"""
 
 
 def test_masked_values_become_the_parameters() -> None:

@@ -226,3 +226,10 @@ def test_tracing_ends_when_an_opaque_module_gets_what_a_graph_cannot_hold() -> N
 
     gm = exact(Around(Passes()), torch.randn(2, 4))
     assert "passes a object, which a graph cannot hold" in opaque(gm)["inner"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_a_part_that_torchscript_has_compiled_stays_whole() -> None:
+    model = Around(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    gm = exact(model, torch.randn(2, 4), torch.randn(3, 4))
+    assert "inner" in targets(gm)
