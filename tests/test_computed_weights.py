@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.prune import l1_unstructured
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, Unstructured
@@ -159,3 +160,15 @@ def test_multiply_accumulates_are_those_of_the_weight_that_is_computed() -> None
     assert rows["q"] == rows["k"] == rows["v"] == 5 * 6 * 8
     rows = {row.layer: row.macs for row in pdp_fx.report(nets_weights.LowRankAdapter(), x).rows}
     assert (rows["hidden"], rows["up"]) == (5 * 6 * 8, None)
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), Channels(ratio=0.5)])
+def test_what_torch_itself_has_pruned_stays_pruned(rule: Rule) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).double()
+    l1_unstructured(model[0], "weight", 0.25)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=AT_ONCE), x)
+    train(prepared, [(x,)])
+    pdp_fx.step(prepared)
+    left = dict(check_converted(model, prepared.eval(), [(x,)]).named_parameters())
+    assert "0.weight_orig" in left

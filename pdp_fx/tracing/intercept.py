@@ -1,5 +1,6 @@
 """Listening to a model while it runs, and telling a recorder."""
 
+import builtins
 import importlib
 import inspect
 import sys
@@ -62,6 +63,14 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
             return args[0](*args[2:])
         return recorder.guarded(recorder.function, apply_of(cls), args, {})
 
+    count = builtins.len
+
+    def length(thing: Any) -> int:
+        """The length of a tensor stays alive; Python itself would make a plain number of it."""
+        if recorder.inside or not isinstance(thing, torch.Tensor) or not thing.ndim:
+            return count(thing)
+        return thing.size(0)
+
     autocasts: dict[int, Step] = {}
 
     def autocast_enter(self: torch.autocast) -> Any:
@@ -92,6 +101,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
     importlib.import_module("torch._dynamo")
     compiling_now = torch.compiler.is_compiling
     with (
+        replaced(builtins, "len", length),
         replaced(torch.compiler, "is_compiling", is_compiling),
         replaced(torch, "_check_tensor_all_with", check_all),
         replaced(

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.steps import Attribute
@@ -123,3 +124,46 @@ def test_live_numbers_end_with_their_recording() -> None:
     session.open = False
     assert type(n + 1) is int
     assert type(math.floor(n / 4)) is int
+
+
+class Counts(nn.Module):
+    """Divides by the number of rows, counts places by it, and asks whether there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
+            return x
+        order = x.sum(-1).argsort()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return self.linear(x[order])[back] / len(x) + len(self.linear.weight)
+
+
+def test_the_length_of_a_tensor_stays_alive() -> None:
+    gm = exact(Counts(), torch.randn(3, 4), torch.randn(5, 4))
+    assert len(torch.randn(3, 4)) == 3
+    assert targets(gm).count("size") == 3
+
+
+class Packed(nn.Module):
+    """Sequences of different lengths through a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rnn = nn.Linear(4, 6), nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.first(x), lengths, batch_first=True, enforce_sorted=False)
+        result, _ = self.rnn(packed)
+        return pad_packed_sequence(result, batch_first=True, total_length=x.shape[1])[0]
+
+
+def test_packed_sequences_are_made_when_the_graph_runs() -> None:
+    gm = exact(Packed(), (torch.randn(3, 5, 4), torch.tensor([5, 2, 3])))
+    model = Packed()
+    model.load_state_dict(gm.state_dict())
+    other = torch.randn(2, 5, 4), torch.tensor([3, 5])
+    assert torch.equal(gm.eval()(*other), model.eval()(*other))
