@@ -15,11 +15,9 @@ stopped goes on after its last whole epoch.
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -28,10 +26,11 @@ from torch import nn
 import pdp_fx
 from benchmarks import results
 from benchmarks.cifar_table import as_text
-from benchmarks.data import Batches, Images, load_cifar10, split_off
+from benchmarks.data import Batches, Images
 from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
+from benchmarks.table_runs import Table, machine
 from benchmarks.training import Settings, Trainer, accuracy, own_parameters
 from pdp_fx.allocation import allocate, most_prunable
 
@@ -40,7 +39,6 @@ SPARSITIES = (0.863, 0.9, 0.95, 0.98)
 KNOBS = {"str": (-12.0, -1.0), "cs": (0.5, -0.5)}
 """Between these, from too little to too much, the knob of a searched method is looked for."""
 
-HELD_OUT = 5000
 MIN_KEEP = 0.25
 
 
@@ -81,53 +79,10 @@ class Run:
 
 
 @dataclass
-class Bench:
-    """The data and everything that is the same for all runs."""
+class Bench(Table[Run]):
+    """Single weights and N:M patterns."""
 
-    data: Path
-    out: Path
-    states: Path
-    settings: Settings
-
-    @cached_property
-    def images(self) -> tuple[Images, Images]:
-        """The training and the test images."""
-        return load_cifar10(self.data)
-
-    def split(self, validated: bool) -> tuple[Images, Images]:
-        """What to train on and what to measure on."""
-        train, test = self.images
-        if validated:
-            train, test = split_off(train, min(HELD_OUT, len(train) // 10))
-        return train.to(self.settings.device), test.to(self.settings.device)
-
-    def run(self, run: Run) -> Record:
-        """The record of a run, from the results or from training it now."""
-        found = results.load(self.out).get(run.key)
-        if found is not None:
-            return found
-        train, measured = self.split(run.validated)
-        batches = Batches(train, run.batch, run.seed)
-        trainer = self._trainer(run, len(batches))
-        state = self.states / f"{run.key.replace(' ', '_')}.pt"
-        if state.exists():
-            trainer.load(state)
-        state.parent.mkdir(parents=True, exist_ok=True)
-        while trainer.done < run.epochs:
-            loss = trainer.epoch(batches)
-            left = (run.epochs - trainer.done) * trainer.seconds[-1] / 60
-            print(
-                f"{run.key}: epoch {trainer.done} of {run.epochs}, loss {loss:.3f}, "
-                f"{trainer.seconds[-1]:.1f} s, {left:.0f} min left",
-                flush=True,
-            )
-            trainer.save(state)
-        record = self._record(run, trainer, batches, measured)
-        results.add(self.out, record)
-        state.unlink()
-        return record
-
-    def _trainer(self, run: Run, steps: int) -> Trainer:
+    def trainer(self, run: Run, steps: int) -> Trainer:
         torch.manual_seed(run.seed)
         model: nn.Module = ResNet20().to(self.settings.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         budget, settings = Budget(run.epochs, steps), replace(self.settings, rate=run.rate)
@@ -148,17 +103,17 @@ class Bench:
         dense = self.run(replace(run, method="dense", block="own", ratio=None, seed=0))
         return {layer: (gone, size) for layer, (gone, size) in dense["allocation"][f"{run.ratio:g}"].items()}
 
-    def _record(self, run: Run, trainer: Trainer, batches: Batches, measured: Images) -> Record:
+    def measured(self, run: Run, trainer: Trainer, batches: Batches, images: Images) -> Record:
         model = trainer.model
         # The report of a dense net in training mode would be of another graph.
         report = pdp_fx.report(model.eval(), torch.zeros(2, 3, 32, 32, device=self.settings.device))
         rows = [row for row in report.rows if not _skipped(row.layer)]
-        hard = accuracy(model, batches, measured)
+        hard = accuracy(model, batches, images)
         record: Record = {
             "key": run.key,
             **asdict(run),
             "hard": hard,
-            "soft": hard if run.method == "dense" else accuracy(model, batches, measured, soft=True),
+            "soft": hard if run.method == "dense" else accuracy(model, batches, images, soft=True),
             "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
             "least": min(row.left / row.weights for row in rows),
             "macs": report.macs_left,
@@ -174,7 +129,7 @@ class Bench:
         if run.method == "dense":
             record["allocation"] = {f"{ratio:g}": _allocation(model, ratio) for ratio in SPARSITIES}
         elif record["sparsity"] > 0:
-            record["converted"] = accuracy(pdp_fx.convert(model), batches, measured)
+            record["converted"] = accuracy(pdp_fx.convert(model), batches, images)
         return record
 
     def search(self, run: Run, trials: int) -> None:
@@ -216,12 +171,6 @@ def _allocation(model: nn.Module, ratio: float) -> dict[str, tuple[int, int]]:
     most = [most_prunable(size, ratio, MIN_KEEP) for size in sizes]
     counts = allocate(list(convs.values()), round(ratio * sum(sizes)), most)
     return {name: (gone, size) for name, gone, size in zip(convs, counts, sizes, strict=True)}
-
-
-def machine(device: str) -> Record:
-    """What times depend on."""
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    return {"name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Run]:

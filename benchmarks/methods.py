@@ -11,10 +11,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.rivals import ACDC, CS, DNW, GMP, SRSTE, ST3, STR, Feather, GraNet, Movement, OptG, Spartan
+from benchmarks.rivals import (
+    ACDC,
+    CS,
+    DNW,
+    GMP,
+    SRSTE,
+    ST3,
+    STR,
+    Feather,
+    GraNet,
+    Movement,
+    OptG,
+    ScoredChannels,
+    Spartan,
+)
 from benchmarks.rivals.acdc import phases
 from benchmarks.rivals.optg import ramp
-from pdp_fx import NM, PruneSpec, Schedule, Unstructured
+from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
 from pdp_fx.spec import Allocation, Rule
 
 Policy = Callable[[Any], Any]
@@ -110,6 +124,11 @@ class Method:
         """The spec for an N:M pattern in all layers but the skipped ones."""
         return PruneSpec(NM(keep, of, policy=self.policy), skipped, self.schedule, **self.options)
 
+    def channel_spec(self, reduction: float) -> PruneSpec:
+        """The spec that saves a share of the multiply-accumulates by whole channels."""
+        rule = Channels(mac_reduction=reduction, policy=self.policy)
+        return PruneSpec(rule, (), self.schedule, allocation=self.allocation, **self.options)
+
 
 def _pdp(budget: Budget, knob: float | None, **options: Any) -> Method:
     if budget.epochs == 120:
@@ -187,6 +206,19 @@ PATTERN_METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "sr-ste": _sr_ste,
 }
 """The same for N:M patterns."""
+
+
+def scored_channels(budget: Budget) -> Method:
+    """Channels that go in the middle of the training, by scores from elsewhere."""
+    cut = max(budget.epochs // 2, 2)
+    schedule = Schedule(cut - 1, 1.0, length=budget.epochs)
+    return Method(ScoredChannels, schedule, "uniform", restarts=(cut,))
+
+
+def pdp_channels(budget: Budget) -> Method:
+    """PDP for channels."""
+    return _pdp(budget, None)
+
 
 METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp-paper": partial(_pdp, min_keep=0.0),

@@ -80,9 +80,10 @@ class Trainer:
     def __post_init__(self) -> None:
         if self.method is not None and self.method.begun:
             pdp_fx.step(self.model)
-        self.optimizers = self._optimizers()
+        self.optimizers = self.fresh_optimizers()
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
+    def fresh_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers without any memory, for the parameters as they are now."""
         settings, own = self.settings, own_parameters(self.model)
         theirs = {id(parameter) for parameter in own}
         weights = [parameter for parameter in self.model.parameters() if id(parameter) not in theirs]
@@ -104,9 +105,14 @@ class Trainer:
             optimizer.param_groups[0]["peak"] = optimizer.param_groups[0]["lr"]
         return found
 
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """Epochs at which the learning rate starts anew."""
+        return self.method.restarts if self.method else ()
+
     def rate_factor(self, step: int) -> float:
         """The share of the peak learning rate at a step of the whole training."""
-        restarts = [0, *(self.method.restarts if self.method else ()), self.budget.epochs]
+        restarts = [0, *self.restarts, self.budget.epochs]
         place = max(i for i, epoch in enumerate(restarts[:-1]) if step >= epoch * self.budget.steps)
         first, last = (restarts[place + offset] * self.budget.steps for offset in (0, 1))
         return falling(step, first, last, round(self.settings.warmup * (last - first)))
@@ -121,12 +127,19 @@ class Trainer:
             losses.append(self._step(images, labels))
             if method is not None and method.schedule.per == "step":
                 pdp_fx.step(self.model)
-        if method is not None and method.schedule.per == "epoch":
-            pdp_fx.step(self.model)
+        self.after_epoch(batches)
         self.losses.append(torch.stack(losses).mean().item())
         self.seconds.append(time.perf_counter() - started)
         self.done += 1
         return self.losses[-1]
+
+    def after_epoch(self, batches: Batches) -> None:
+        """Advance a schedule that counts epochs."""
+        if self.method is not None and self.method.schedule.per == "epoch":
+            pdp_fx.step(self.model)
+
+    def after_backward(self) -> None:
+        """Change gradients before the optimizer's step."""
 
     def _step(self, images: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.precision == "bf16"):
@@ -134,6 +147,7 @@ class Trainer:
         loss = nn.functional.cross_entropy(outputs.float(), labels)
         whole = loss if self.method is None else loss + pdp_fx.penalty(self.model)
         whole.backward()
+        self.after_backward()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -156,7 +170,7 @@ class Trainer:
             self.remembered = {k: v.clone() for k, v in state.items() if not k.startswith("pdp.")}
         if self.done == late and self.remembered is not None:
             self.model.load_state_dict(self.remembered, strict=False)
-            self.optimizers = self._optimizers()
+            self.optimizers = self.fresh_optimizers()
 
     def save(self, path: Path) -> None:
         """Write everything that the next epoch depends on."""

@@ -1,6 +1,7 @@
 """The methods that PDP is compared with, each as a mask policy written from the method's equations."""
 
 from benchmarks.rivals.acdc import ACDC as ACDC
+from benchmarks.rivals.channel_scores import ScoredChannels as ScoredChannels
 from benchmarks.rivals.cs import CS as CS
 from benchmarks.rivals.dnw import DNW as DNW
 from benchmarks.rivals.feather import Feather as Feather

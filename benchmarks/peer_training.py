@@ -1,0 +1,116 @@
+"""Torch-Pruning's group norm in the shared loop: sparse training, slicing, fine-tuning."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.data import Batches
+from benchmarks.training import Trainer
+
+REGULARISATION = 5e-4
+"""What its authors use on CIFAR."""
+
+
+@dataclass
+class PeerTrainer(Trainer):
+    """A dense net whose groups are drawn towards 0 and sliced half way, by Torch-Pruning.
+
+    A run that is stopped starts from the beginning: the sliced model has other shapes than a fresh one.
+
+    Attributes:
+        reduction: share of the multiply-accumulates to save, counted as everywhere in this package.
+        across: whether one threshold holds for all groups, or each loses the same share.
+    """
+
+    reduction: float = 0.5
+    across: bool = False
+    peer: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peer = _pruner(self.model, 0.5, self.across)
+
+    @property
+    def cut(self) -> int:
+        """The epoch at which channels go."""
+        return max(self.budget.epochs // 2, 1)
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        return (self.cut,)
+
+    def epoch(self, batches: Batches) -> float:
+        if self.done < self.cut:
+            self.peer.update_regularizer()
+        return super().epoch(batches)
+
+    def after_backward(self) -> None:
+        if self.done < self.cut:
+            self.peer.regularize(self.model)
+
+    def after_epoch(self, batches: Batches) -> None:
+        if self.done + 1 == self.cut:
+            self.model = sliced(self.model, self.reduction, self.across)
+            self.optimizers = self.fresh_optimizers()
+
+    def save(self, path: Path) -> None:
+        """Nothing: see above."""
+
+    def load(self, path: Path) -> None:
+        """Nothing: see above."""
+
+
+def sliced(model: nn.Module, reduction: float, across: bool) -> nn.Module:
+    """The model without channels, by the least ratio that saves the share of the multiply-accumulates."""
+    goal = (1 - reduction) * macs_of(model)
+    low, high = 0.0, 1.0
+    best = model
+    for _ in range(12):
+        ratio = 0.5 * (low + high)
+        smaller = copy.deepcopy(model)
+        _pruner(smaller, ratio, across).step()
+        if macs_of(smaller) <= goal:
+            high, best = ratio, smaller
+        else:
+            low = ratio
+    return best
+
+
+def macs_of(model: nn.Module) -> int:
+    """Multiply-accumulates of convolutions and linear layers for one image, by running it."""
+    found: list[int] = []
+
+    def count(module: nn.Module, _: object, output: Tensor) -> None:
+        found.append(module.get_parameter("weight").numel() * math.prod(output.shape[2:]))
+
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    training = model.training
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3, 32, 32, device=next(model.parameters()).device))
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    return sum(found)
+
+
+def _pruner(model: nn.Module, ratio: float, across: bool) -> Any:
+    peer = importlib.import_module("torch_pruning")
+    example = torch.zeros(2, 3, 32, 32, device=next(model.parameters()).device)
+    return peer.pruner.GroupNormPruner(
+        model,
+        example,
+        importance=peer.importance.GroupMagnitudeImportance(p=2),
+        reg=REGULARISATION,
+        global_pruning=across,
+        pruning_ratio=ratio,
+        ignored_layers=[model.get_submodule("fc")],
+    )

@@ -1,0 +1,114 @@
+"""What every CIFAR-10 table does: train each run once, resumably, and write its record down."""
+
+from __future__ import annotations
+
+import platform
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from benchmarks import results
+from benchmarks.data import Batches, Images, load_cifar10, split_off
+from benchmarks.results import Record
+from benchmarks.training import Settings, Trainer
+
+HELD_OUT = 5000
+"""Training images that are held out for tuning."""
+
+
+class Keyed(Protocol):
+    """What every run of a table has."""
+
+    @property
+    def key(self) -> str:
+        """What tells runs apart in the results."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Of the weights and batches."""
+        ...
+
+    @property
+    def epochs(self) -> int:
+        """Of the whole training."""
+        ...
+
+    @property
+    def validated(self) -> bool:
+        """Whether to measure on held out training images."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Images in a batch."""
+        ...
+
+
+AnyRun = TypeVar("AnyRun", bound=Keyed)
+
+
+@dataclass
+class Table(ABC, Generic[AnyRun]):
+    """Trains what a table asks for, each run once; what is the same for all runs is here."""
+
+    data: Path
+    out: Path
+    states: Path
+    settings: Settings
+
+    @cached_property
+    def images(self) -> tuple[Images, Images]:
+        """The training and the test images."""
+        return load_cifar10(self.data)
+
+    def split(self, validated: bool) -> tuple[Images, Images]:
+        """What to train on and what to measure on."""
+        train, test = self.images
+        if validated:
+            train, test = split_off(train, min(HELD_OUT, len(train) // 10))
+        return train.to(self.settings.device), test.to(self.settings.device)
+
+    @abstractmethod
+    def trainer(self, run: AnyRun, steps: int) -> Trainer:
+        """The model of a run, ready to be trained, for so many steps in an epoch."""
+
+    @abstractmethod
+    def measured(self, run: AnyRun, trainer: Trainer, batches: Batches, images: Images) -> Record:
+        """What is written down about a run that is over."""
+
+    def run(self, run: AnyRun) -> Record:
+        """The record of a run, from the results or from training it now."""
+        found = results.load(self.out).get(run.key)
+        if found is not None:
+            return found
+        train, others = self.split(run.validated)
+        batches = Batches(train, run.batch, run.seed)
+        trainer = self.trainer(run, len(batches))
+        state = self.states / f"{run.key.replace(' ', '_')}.pt"
+        if state.exists():
+            trainer.load(state)
+        state.parent.mkdir(parents=True, exist_ok=True)
+        while trainer.done < run.epochs:
+            loss = trainer.epoch(batches)
+            left = (run.epochs - trainer.done) * trainer.seconds[-1] / 60
+            print(
+                f"{run.key}: epoch {trainer.done} of {run.epochs}, loss {loss:.3f}, "
+                f"{trainer.seconds[-1]:.1f} s, {left:.0f} min left",
+                flush=True,
+            )
+            trainer.save(state)
+        record = self.measured(run, trainer, batches, others)
+        results.add(self.out, record)
+        state.unlink(missing_ok=True)
+        return record
+
+
+def machine(device: str) -> Record:
+    """What times depend on."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    return {"name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
