@@ -26,11 +26,11 @@ from torch import nn
 import pdp_fx
 from benchmarks import results
 from benchmarks.cifar_table import as_text
-from benchmarks.data import Batches, Images
+from benchmarks.data import Batches
 from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
-from benchmarks.table_runs import Table, machine
+from benchmarks.table_runs import ImageTable, machine
 from benchmarks.training import Settings, Trainer, accuracy, own_parameters
 from pdp_fx.allocation import allocate, most_prunable
 
@@ -79,7 +79,7 @@ class Run:
 
 
 @dataclass
-class Bench(Table[Run]):
+class Bench(ImageTable[Run]):
     """Single weights and N:M patterns."""
 
     def trainer(self, run: Run, steps: int) -> Trainer:
@@ -103,17 +103,17 @@ class Bench(Table[Run]):
         dense = self.run(replace(run, method="dense", block="own", ratio=None, seed=0))
         return {layer: (gone, size) for layer, (gone, size) in dense["allocation"][f"{run.ratio:g}"].items()}
 
-    def measured(self, run: Run, trainer: Trainer, batches: Batches, images: Images) -> Record:
-        model = trainer.model
+    def measured(self, run: Run, trainer: Trainer, feed: Batches) -> Record:
+        model, images = trainer.model, self.split(run.validated)[1]
         # The report of a dense net in training mode would be of another graph.
         report = pdp_fx.report(model.eval(), torch.zeros(2, 3, 32, 32, device=self.settings.device))
         rows = [row for row in report.rows if not _skipped(row.layer)]
-        hard = accuracy(model, batches, images)
+        hard = accuracy(model, feed, images)
         record: Record = {
             "key": run.key,
             **asdict(run),
             "hard": hard,
-            "soft": hard if run.method == "dense" else accuracy(model, batches, images, soft=True),
+            "soft": hard if run.method == "dense" else accuracy(model, feed, images, soft=True),
             "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
             "least": min(row.left / row.weights for row in rows),
             "macs": report.macs_left,
@@ -129,7 +129,7 @@ class Bench(Table[Run]):
         if run.method == "dense":
             record["allocation"] = {f"{ratio:g}": _allocation(model, ratio) for ratio in SPARSITIES}
         elif record["sparsity"] > 0:
-            record["converted"] = accuracy(pdp_fx.convert(model), batches, images)
+            record["converted"] = accuracy(pdp_fx.convert(model), feed, images)
         return record
 
     def search(self, run: Run, trials: int) -> None:

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 import pdp_fx
 from benchmarks import results
-from benchmarks.data import Batches, Images
+from benchmarks.data import Batches
 from benchmarks.methods import Budget, pdp_channels, scored_channels
 from benchmarks.peer_training import PeerTrainer
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record, spread
 from benchmarks.rivals.channel_scores import dcp_style, nisp_style, scp_style
-from benchmarks.table_runs import Table, machine
-from benchmarks.training import Settings, Trainer, accuracy
+from benchmarks.table_runs import ImageTable, machine
+from benchmarks.training import Feed, Settings, Trainer, accuracy
 from pdp_fx.compiler import Context, Pipeline
 from pdp_fx.passes.fix_mode import FixMode
 from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
@@ -82,20 +82,20 @@ class ScoringTrainer(Trainer):
 
     score: Callable[[nn.Module, Callable[[nn.Module], Tensor]], None]
 
-    def after_epoch(self, batches: Batches) -> None:
+    def after_epoch(self, batches: Feed) -> None:
         if self.method is not None and self.done + 1 == self.method.schedule.start:
             self.score(self.model, lambda model: _mean_loss(model, batches, self.done))
         super().after_epoch(batches)
 
 
-def _mean_loss(model: nn.Module, batches: Batches, epoch: int) -> Tensor:
+def _mean_loss(model: nn.Module, batches: Feed, epoch: int) -> Tensor:
     parts = [pair for _, pair in zip(range(SCORED_BATCHES), batches.epoch(epoch), strict=False)]
     losses = [nn.functional.cross_entropy(model(images), labels) for images, labels in parts]
     return torch.stack(losses).mean()
 
 
 @dataclass
-class ChannelTable(Table[Run]):
+class ChannelTable(ImageTable[Run]):
     """The same data and loop for whole channels."""
 
     def trainer(self, run: Run, steps: int) -> Trainer:
@@ -119,8 +119,9 @@ class ChannelTable(Table[Run]):
         trainer.score = SCORES[run.method]
         return trainer
 
-    def measured(self, run: Run, trainer: Trainer, batches: Batches, images: Images) -> Record:
+    def measured(self, run: Run, trainer: Trainer, feed: Batches) -> Record:
         """What is written down about a run that is over."""
+        images = self.split(run.validated)[1]
         pruned = not (run.method == "dense" or run.method.startswith("tp-"))
         small = pdp_fx.convert(trainer.model) if pruned else folded(trainer.model)
         dense = folded(ResNet20().to(self.settings.device))
@@ -128,8 +129,8 @@ class ChannelTable(Table[Run]):
         return {
             "key": run.key,
             **asdict(run),
-            "hard": accuracy(small, batches, images),
-            "soft": accuracy(trainer.model, batches, images, soft=True),
+            "hard": accuracy(small, feed, images),
+            "soft": accuracy(trainer.model, feed, images, soft=True),
             "macs": report.macs,
             "parameters": report.parameters,
             "latency": latency(small, dense, self.settings.device),

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.data import Batches
-from benchmarks.training import Trainer
+from benchmarks.training import Feed, Trainer
 
 REGULARISATION = 5e-4
 """What its authors use on CIFAR."""
@@ -47,7 +46,7 @@ class PeerTrainer(Trainer):
     def restarts(self) -> tuple[int, ...]:
         return (self.cut,)
 
-    def epoch(self, batches: Batches) -> float:
+    def epoch(self, batches: Feed) -> float:
         if self.done < self.cut:
             self.peer.update_regularizer()
         return super().epoch(batches)
@@ -56,7 +55,7 @@ class PeerTrainer(Trainer):
         if self.done < self.cut:
             self.peer.regularize(self.model)
 
-    def after_epoch(self, batches: Batches) -> None:
+    def after_epoch(self, batches: Feed) -> None:
         if self.done + 1 == self.cut:
             self.model = sliced(self.model, self.reduction, self.across)
             self.optimizers = self.fresh_optimizers()

@@ -1,4 +1,4 @@
-"""What every CIFAR-10 table does: train each run once, resumably, and write its record down."""
+"""What every table of trainings does: train each run once, resumably, and write its record down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from benchmarks import results
 from benchmarks.data import Batches, Images, load_cifar10, split_off
 from benchmarks.results import Record
-from benchmarks.training import Settings, Trainer
+from benchmarks.training import Feed, Settings, Trainer
 
 HELD_OUT = 5000
 """Training images that are held out for tuning."""
@@ -43,6 +43,10 @@ class Keyed(Protocol):
         """Whether to measure on held out training images."""
         ...
 
+
+class ImageRun(Keyed, Protocol):
+    """A run on images."""
+
     @property
     def batch(self) -> int:
         """Images in a batch."""
@@ -50,16 +54,60 @@ class Keyed(Protocol):
 
 
 AnyRun = TypeVar("AnyRun", bound=Keyed)
+AnyImageRun = TypeVar("AnyImageRun", bound=ImageRun)
+AnyFeed = TypeVar("AnyFeed", bound=Feed)
 
 
 @dataclass
-class Table(ABC, Generic[AnyRun]):
+class Table(ABC, Generic[AnyRun, AnyFeed]):
     """Trains what a table asks for, each run once; what is the same for all runs is here."""
 
     data: Path
     out: Path
     states: Path
     settings: Settings
+
+    @abstractmethod
+    def feed(self, run: AnyRun) -> AnyFeed:
+        """The batches of a run."""
+
+    @abstractmethod
+    def trainer(self, run: AnyRun, steps: int) -> Trainer:
+        """The model of a run, ready to be trained, for so many steps in an epoch."""
+
+    @abstractmethod
+    def measured(self, run: AnyRun, trainer: Trainer, feed: AnyFeed) -> Record:
+        """What is written down about a run that is over."""
+
+    def run(self, run: AnyRun) -> Record:
+        """The record of a run, from the results or from training it now."""
+        found = results.load(self.out).get(run.key)
+        if found is not None:
+            return found
+        feed = self.feed(run)
+        trainer = self.trainer(run, len(feed))
+        state = self.states / f"{run.key.replace(' ', '_')}.pt"
+        if state.exists():
+            trainer.load(state)
+        state.parent.mkdir(parents=True, exist_ok=True)
+        while trainer.done < run.epochs:
+            loss = trainer.epoch(feed)
+            left = (run.epochs - trainer.done) * trainer.seconds[-1] / 60
+            print(
+                f"{run.key}: epoch {trainer.done} of {run.epochs}, loss {loss:.3f}, "
+                f"{trainer.seconds[-1]:.1f} s, {left:.0f} min left",
+                flush=True,
+            )
+            trainer.save(state)
+        record = self.measured(run, trainer, feed)
+        results.add(self.out, record)
+        state.unlink(missing_ok=True)
+        return record
+
+
+@dataclass
+class ImageTable(Table[AnyImageRun, Batches]):
+    """On CIFAR-10."""
 
     @cached_property
     def images(self) -> tuple[Images, Images]:
@@ -73,39 +121,8 @@ class Table(ABC, Generic[AnyRun]):
             train, test = split_off(train, min(HELD_OUT, len(train) // 10))
         return train.to(self.settings.device), test.to(self.settings.device)
 
-    @abstractmethod
-    def trainer(self, run: AnyRun, steps: int) -> Trainer:
-        """The model of a run, ready to be trained, for so many steps in an epoch."""
-
-    @abstractmethod
-    def measured(self, run: AnyRun, trainer: Trainer, batches: Batches, images: Images) -> Record:
-        """What is written down about a run that is over."""
-
-    def run(self, run: AnyRun) -> Record:
-        """The record of a run, from the results or from training it now."""
-        found = results.load(self.out).get(run.key)
-        if found is not None:
-            return found
-        train, others = self.split(run.validated)
-        batches = Batches(train, run.batch, run.seed)
-        trainer = self.trainer(run, len(batches))
-        state = self.states / f"{run.key.replace(' ', '_')}.pt"
-        if state.exists():
-            trainer.load(state)
-        state.parent.mkdir(parents=True, exist_ok=True)
-        while trainer.done < run.epochs:
-            loss = trainer.epoch(batches)
-            left = (run.epochs - trainer.done) * trainer.seconds[-1] / 60
-            print(
-                f"{run.key}: epoch {trainer.done} of {run.epochs}, loss {loss:.3f}, "
-                f"{trainer.seconds[-1]:.1f} s, {left:.0f} min left",
-                flush=True,
-            )
-            trainer.save(state)
-        record = self.measured(run, trainer, batches, others)
-        results.add(self.out, record)
-        state.unlink(missing_ok=True)
-        return record
+    def feed(self, run: AnyImageRun) -> Batches:
+        return Batches(self.split(run.validated)[0], run.batch, run.seed)
 
 
 def machine(device: str) -> Record:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,29 @@ from pdp_fx import MaskPolicy
 State = dict[str, Any]
 
 
+class Feed(Protocol):
+    """Batches of inputs and labels that depend on the number of the epoch only."""
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of one epoch."""
+        ...
+
+
 @dataclass(frozen=True)
 class Settings:
     """What is the same for all methods.
 
     Attributes:
-        rate: peak learning rate of SGD.
-        decay: weight decay of all parameters of the model.
-        momentum: of SGD.
+        rate: peak learning rate.
+        decay: weight decay: with SGD of all parameters, with AdamW of matrices and embeddings only.
+        momentum: of SGD; with AdamW the first beta.
         warmup: share of the epochs in which the learning rate rises to its peak.
         precision: "fp32", or "bf16" under autocast.
         device: "cpu" or "cuda".
+        adam: AdamW instead of SGD for the weights.
+        clip: what the norm of the weights' gradients is cut to, or None.
     """
 
     rate: float = 0.4
@@ -39,11 +51,23 @@ class Settings:
     warmup: float = 5 / 120
     precision: str = "fp32"
     device: str = "cpu"
+    adam: bool = False
+    clip: float | None = None
 
 
 def own_parameters(model: nn.Module) -> list[nn.Parameter]:
     """What a method adds to the model."""
     return [parameter for name, parameter in model.named_parameters() if name.startswith("pdp.")]
+
+
+def _weight_optimizer(weights: list[nn.Parameter], settings: Settings) -> torch.optim.Optimizer:
+    if not settings.adam:
+        return torch.optim.SGD(weights, settings.rate, settings.momentum, weight_decay=settings.decay)
+    groups = [
+        {"params": [p for p in weights if p.ndim > 1], "weight_decay": settings.decay},
+        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, settings.rate, betas=(settings.momentum, 0.99))
 
 
 def falling(step: int, first: int, last: int, warmup: int) -> float:
@@ -87,9 +111,7 @@ class Trainer:
         settings, own = self.settings, own_parameters(self.model)
         theirs = {id(parameter) for parameter in own}
         weights = [parameter for parameter in self.model.parameters() if id(parameter) not in theirs]
-        found: list[torch.optim.Optimizer] = [
-            torch.optim.SGD(weights, settings.rate, settings.momentum, weight_decay=settings.decay)
-        ]
+        found = [_weight_optimizer(weights, settings)]
         if own and self.method is not None:
             scores = self.method.scores
             decay = settings.decay if scores.decayed else 0.0
@@ -102,7 +124,8 @@ class Trainer:
                 )
                 found.append(sgd)
         for optimizer in found:
-            optimizer.param_groups[0]["peak"] = optimizer.param_groups[0]["lr"]
+            for group in optimizer.param_groups:
+                group["peak"] = group["lr"]
         return found
 
     @property
@@ -117,7 +140,7 @@ class Trainer:
         first, last = (restarts[place + offset] * self.budget.steps for offset in (0, 1))
         return falling(step, first, last, round(self.settings.warmup * (last - first)))
 
-    def epoch(self, batches: Batches) -> float:
+    def epoch(self, batches: Feed) -> float:
         """Train one epoch and return the mean loss, without the methods' own terms."""
         method, self.model = self.method, self.model.train()
         self._rewind()
@@ -133,18 +156,21 @@ class Trainer:
         self.done += 1
         return self.losses[-1]
 
-    def after_epoch(self, batches: Batches) -> None:
+    def after_epoch(self, batches: Feed) -> None:
         """Advance a schedule that counts epochs."""
         if self.method is not None and self.method.schedule.per == "epoch":
             pdp_fx.step(self.model)
 
     def after_backward(self) -> None:
         """Change gradients before the optimizer's step."""
+        if self.settings.clip is not None:
+            weights = [p for group in self.optimizers[0].param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(weights, self.settings.clip)
 
     def _step(self, images: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.precision == "bf16"):
             outputs = self.model(images)
-        loss = nn.functional.cross_entropy(outputs.float(), labels)
+        loss = nn.functional.cross_entropy(outputs.float().flatten(0, -2), labels.flatten())
         whole = loss if self.method is None else loss + pdp_fx.penalty(self.model)
         whole.backward()
         self.after_backward()
@@ -196,12 +222,17 @@ class Trainer:
         self.seconds, self.losses = state["seconds"], state["losses"]
 
 
-def accuracy(model: nn.Module, batches: Batches, images: Images, soft: bool = False) -> float:
-    """Share of the images that get their label, in float32; with the masks of training mode if ``soft``."""
+def evaluating(model: nn.Module, soft: bool) -> None:
+    """Put the model into eval mode, but its masks into training mode if ``soft``."""
     model.eval()
     for module in model.modules():
         if isinstance(module, MaskPolicy):
             module.train(soft)
+
+
+def accuracy(model: nn.Module, batches: Batches, images: Images, soft: bool = False) -> float:
+    """Share of the images that get their label, in float32; with the masks of training mode if ``soft``."""
+    evaluating(model, soft)
     with torch.no_grad():
         right = _right(model, batches.plain(images))
     return right / len(images)

@@ -50,6 +50,7 @@ def test_slicing_by_the_peer_finds_the_least_ratio(across: bool) -> None:
     model = ResNet20()
     small = sliced(model, 0.3, across)
     macs = pdp_fx.report(small.eval(), EXAMPLE).macs
+    assert macs is not None
     assert macs == macs_of(small)
     assert 0.6 * cifar_channels.DENSE_MACS < macs <= 0.7 * cifar_channels.DENSE_MACS
     assert small(EXAMPLE).shape == (2, 10)
