@@ -15,8 +15,9 @@ stopped goes on after its last whole epoch.
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -30,14 +31,19 @@ from benchmarks.data import Batches
 from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
-from benchmarks.table_runs import ImageTable, machine
+from benchmarks.table_runs import ImageTable, histories, machine
 from benchmarks.training import Settings, Trainer, accuracy, own_parameters
 from pdp_fx.allocation import allocate, most_prunable
 
 SKIPPED = {"fc": None, r"re:.*\.shortcut": None}
 SPARSITIES = (0.863, 0.9, 0.95, 0.98)
-KNOBS = {"str": (-12.0, -1.0), "cs": (0.5, -0.5)}
-"""Between these, from too little to too much, the knob of a searched method is looked for."""
+KNOBS: dict[str, tuple[float, float, Callable[[float], float]]] = {
+    "str": (math.log(3000), 0.0, lambda place: -math.exp(place)),
+    "cs": (0.5, -0.5, lambda place: place),
+}
+"""Between the first two, from too little to too much, the place of a searched method's knob is looked for;
+the third makes the knob from the place. STR's first score is decayed by a factor that grows with the length
+of the training, so its magnitude is searched on a logarithmic scale."""
 
 MIN_KEEP = 0.25
 
@@ -121,7 +127,7 @@ class Bench(ImageTable[Run]):
             "parameters": sum(p.numel() for p in model.parameters()),
             "layers": {row.layer: [row.left, row.weights] for row in rows},
             "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            "losses": [round(loss, 5) for loss in trainer.losses],
+            **histories(trainer),
             "settings": asdict(trainer.settings),
             "machine": machine(self.settings.device),
             "date": time.strftime("%Y-%m-%d"),
@@ -134,15 +140,15 @@ class Bench(ImageTable[Run]):
 
     def search(self, run: Run, trials: int) -> None:
         """Halve the range of a knob until the sparsity is met, each time with a whole training."""
-        little, much = KNOBS[run.method]
+        little, much, knob_at = KNOBS[run.method]
         for _ in range(trials):
-            knob = 0.5 * (little + much)
-            record = self.run(replace(run, ratio=None, knob=knob))
+            place = 0.5 * (little + much)
+            record = self.run(replace(run, ratio=None, knob=knob_at(place)))
             missing = (run.ratio or 0.0) - record["sparsity"]
             print(f"{record['key']}: sparsity {record['sparsity']:.4f}, wanted {run.ratio}", flush=True)
             if abs(missing) < 0.002:
                 return
-            little, much = (knob, much) if missing > 0 else (little, knob)
+            little, much = (place, much) if missing > 0 else (little, place)
 
 
 def pattern(text: str) -> tuple[int, int]:
@@ -215,7 +221,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="16 epochs instead of --epochs")
     parser.add_argument("--epochs", type=int, default=120)
     parser.add_argument("--validate", action="store_true", help="hold out training images: for tuning")
-    parser.add_argument("--trials", type=int, default=6, help="trainings of a search for a sparsity")
+    parser.add_argument("--trials", type=int, default=8, help="trainings of a search for a sparsity")
     parser.add_argument("--rate", type=float, default=0.4, help="peak learning rate")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])

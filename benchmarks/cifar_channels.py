@@ -29,7 +29,7 @@ from benchmarks.peer_training import PeerTrainer
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record, spread
 from benchmarks.rivals.channel_scores import dcp_style, nisp_style, scp_style
-from benchmarks.table_runs import ImageTable, machine
+from benchmarks.table_runs import ImageTable, histories, machine
 from benchmarks.training import Feed, Settings, Trainer, accuracy
 from pdp_fx.compiler import Context, Pipeline
 from pdp_fx.passes.fix_mode import FixMode
@@ -136,7 +136,7 @@ class ChannelTable(ImageTable[Run]):
             "latency": latency(small, dense, self.settings.device),
             "widths": {row.layer: row.shape[0] for row in report.rows},
             "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            "losses": [round(loss, 5) for loss in trainer.losses],
+            **histories(trainer),
             "settings": asdict(trainer.settings),
             "machine": machine(self.settings.device),
             "date": time.strftime("%Y-%m-%d"),

@@ -27,7 +27,7 @@ from benchmarks.data import load_shakespeare
 from benchmarks.gpt2 import GPT2, Config
 from benchmarks.methods import METHODS, Budget
 from benchmarks.results import Record, spread
-from benchmarks.table_runs import Table, machine
+from benchmarks.table_runs import Table, histories, machine
 from benchmarks.training import Settings, Trainer, evaluating, own_parameters
 
 STEPS = 100
@@ -168,7 +168,7 @@ class TextTable(Table[Run, TextBatches]):
             "extra": sum(parameter.numel() for parameter in own_parameters(model)),
             "parameters": sum(p.numel() for p in model.parameters()),
             "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            "losses": [round(loss, 5) for loss in trainer.losses],
+            **histories(trainer),
             "settings": asdict(trainer.settings),
             "machine": machine(self.settings.device),
             "date": time.strftime("%Y-%m-%d"),

@@ -125,6 +125,12 @@ class ImageTable(Table[AnyImageRun, Batches]):
         return Batches(self.split(run.validated)[0], run.batch, run.seed)
 
 
+def histories(trainer: Trainer) -> Record:
+    """What changed from epoch to epoch."""
+    by_epoch = {"losses": trainer.losses, "flips": trainer.flips, "pruned": trainer.pruned}
+    return {name: [round(value, 6) for value in values] for name, values in by_epoch.items()}
+
+
 def machine(device: str) -> Record:
     """What times depend on."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()

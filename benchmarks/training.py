@@ -16,6 +16,7 @@ import pdp_fx
 from benchmarks.data import Batches, Images
 from benchmarks.methods import Budget, Method
 from pdp_fx import MaskPolicy
+from pdp_fx.pruner import find, parameters_of
 
 State = dict[str, Any]
 
@@ -60,6 +61,17 @@ def own_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name.startswith("pdp.")]
 
 
+def pruned_units(model: nn.Module) -> Tensor | None:
+    """What the hard masks prune now, all of them in one row; None for a dense model."""
+    found = find(model)
+    if found is None:
+        return None
+    gm, pruner = found
+    with torch.no_grad():
+        marks = [mask.pruned(*parameters_of(gm, mask)).flatten() for _, mask in pruner.mask_items()]
+    return torch.cat(marks)
+
+
 def _weight_optimizer(weights: list[nn.Parameter], settings: Settings) -> torch.optim.Optimizer:
     if not settings.adam:
         return torch.optim.SGD(weights, settings.rate, settings.momentum, weight_decay=settings.decay)
@@ -89,6 +101,8 @@ class Trainer:
         done: epochs that are over.
         seconds: of training, by epoch.
         losses: mean losses, by epoch.
+        flips: share of the units that the hard masks treat otherwise than an epoch before, by epoch.
+        pruned: share of the units that they prune, by epoch.
         remembered: the weights that a method goes back to, once they are known.
     """
 
@@ -99,12 +113,15 @@ class Trainer:
     done: int = 0
     seconds: list[float] = field(default_factory=list[float])
     losses: list[float] = field(default_factory=list[float])
+    flips: list[float] = field(default_factory=list[float])
+    pruned: list[float] = field(default_factory=list[float])
     remembered: State | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None and self.method.begun:
             pdp_fx.step(self.model)
         self.optimizers = self.fresh_optimizers()
+        self.gone = pruned_units(self.model)
 
     def fresh_optimizers(self) -> list[torch.optim.Optimizer]:
         """Optimizers without any memory, for the parameters as they are now."""
@@ -151,10 +168,18 @@ class Trainer:
             if method is not None and method.schedule.per == "step":
                 pdp_fx.step(self.model)
         self.after_epoch(batches)
+        self._compare_masks()
         self.losses.append(torch.stack(losses).mean().item())
         self.seconds.append(time.perf_counter() - started)
         self.done += 1
         return self.losses[-1]
+
+    def _compare_masks(self) -> None:
+        """Note what the masks of eval mode have become in this epoch."""
+        before, self.gone = self.gone, pruned_units(self.model)
+        if self.gone is not None and before is not None:
+            self.flips.append((before != self.gone).float().mean().item())
+            self.pruned.append(self.gone.float().mean().item())
 
     def after_epoch(self, batches: Feed) -> None:
         """Advance a schedule that counts epochs."""
@@ -207,6 +232,8 @@ class Trainer:
             "done": self.done,
             "seconds": self.seconds,
             "losses": self.losses,
+            "flips": self.flips,
+            "pruned": self.pruned,
         }
         part = path.with_suffix(".part")
         torch.save(state, part)
@@ -220,6 +247,8 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.remembered, self.done = state["remembered"], state["done"]
         self.seconds, self.losses = state["seconds"], state["losses"]
+        self.flips, self.pruned = state["flips"], state["pruned"]
+        self.gone = pruned_units(self.model)
 
 
 def evaluating(model: nn.Module, soft: bool) -> None:

@@ -72,6 +72,8 @@ def test_every_method_ends_at_the_sparsity_that_was_asked(name: str, block: str,
     else:
         assert abs(sum(found) - 0.8 * total) <= 1
     assert run.losses[-1] < run.losses[0]
+    assert run.pruned[-1] == pytest.approx(sum(found) / total)
+    assert max(run.flips) > 0 or name == "dnw"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -104,6 +106,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, batches: Batches
     ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert resumed.flips == pytest.approx(whole.flips, abs=2e-3)
+    assert len(whole.flips) == len(whole.pruned) == (0 if name == "dense" else EPOCHS)
 
 
 @pytest.mark.parametrize("name", SEARCHED)
