@@ -271,3 +271,17 @@ def test_what_cannot_be_a_policy_is_refused(x: Tensor) -> None:
 def test_nothing_is_converted_before_a_free_policy_prunes(x: Tensor) -> None:
     with pytest.raises(pdp_fx.StateError, match="nothing is pruned"):
         pdp_fx.convert(prepared(Unstructured(0.5, policy=functools.partial(Shrink, start=-90.0)), x))
+
+
+@pytest.mark.parametrize("policy", [Shrink, Straight])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_policy_compiles_into_one_graph(
+    policy: Callable[[MaskSite], MaskPolicy], training: bool, x: Tensor
+) -> None:
+    model = prepared(Unstructured(0.5, policy=policy), x)
+    for _ in range(2):
+        pdp_fx.step(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model.train(training), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.compiler.reset()
