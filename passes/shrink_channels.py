@@ -49,7 +49,7 @@ class ShrinkChannels(Pass):
                 "channels can only be removed with the example inputs that the model was prepared on"
             )
         found = ctx.find(ChannelMap)
-        if found is None:
+        if found is None or not found.covers(gm):
             with trial(gm):
                 maskable = frozenset(name for name, _ in gm.named_parameters())
                 found = analyse(gm, fresh(ctx.example_inputs), maskable, ctx.spec.through_norms)
@@ -106,9 +106,9 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
         rewrite = rewrite_of(gm, node)
         if rewrite is None:
             raise PassError(f"%{name} was to be resized, but there is no way to")
-        read = [value for source in node.all_input_nodes for value in found.values_of(source)]
+        read = [value for source in node.all_input_nodes for value in found.given(source) or ()]
         source = found.kept(read[0] if read else Labelled((), ()), gone)
-        results = tuple(found.kept(value, gone) for value in found.values[name])
+        results = tuple(found.kept(value, gone) for value in found.given(node) or ())
         rewrite.apply(node, Job(source, results, found.numbers, changing))
 
 

@@ -7,6 +7,7 @@ channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,10 +120,10 @@ def observe(
 
 def _settle_norm(flow: LabelFlow, result: Any) -> None:
     """A norm that is given a mask multiplies by it: what it gives is 0 where a channel is dropped."""
-    masked = [site.ids for site in flow.record.norms if site.node == flow.node]
-    if not masked or not isinstance(result, Tensor):
+    here = itertools.takewhile(lambda site: site.node == flow.node, reversed(flow.record.norms))
+    known = {label for site in here for label in site.ids.tolist()}
+    if not known or not isinstance(result, Tensor):
         return
-    known = {int(label) for ids in masked for label in ids}
     layers = [
         Layer(layer.ids, torch.ones_like(layer.zero))
         if set(layer.ids.reshape(-1).tolist()) <= known

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, fx
 
-from pdp_fx.channels.labels import Layer, Reason, Slot, shaped
+from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.channels.record import Contraction, Labelled, NormSite
 from pdp_fx.channels.resizing import Kept
 from pdp_fx.errors import PassError
@@ -96,22 +95,24 @@ class ChannelMap:
         In ``gm`` a mask may lie between a node and the parameter that it reads; it goes with the masks.
         """
         nodes = {node.name: node for node in gm.graph.nodes}
-        read = [source.name for name in self.resized for source in nodes[name].all_input_nodes]
-        read += [node.name for node in gm.graph.find_nodes(op="get_attr")]
-        wanted = [name for name in (*read, *self.resized) if name in self.values]
-        return replace(
-            self, values={name: tuple(value.bare() for value in self.values[name]) for name in wanted}
-        )
+        wanted = list(gm.graph.find_nodes(op="get_attr"))
+        for name in self.resized:
+            wanted += [nodes[name], *nodes[name].all_input_nodes]
+        values = {_key(node): self.given(node) for node in wanted}
+        known = {
+            key: tuple(value.bare() for value in found) for key, found in values.items() if found is not None
+        }
+        return replace(self, values=known)
 
-    def values_of(self, node: fx.Node) -> tuple[Labelled, ...]:
-        """The tensors that a node gave; a parameter is known by its name, whatever its node is called."""
-        shape = self.shapes.get(str(node.target)) if node.op == "get_attr" else None
-        if shape is None:
-            return self.values.get(node.name, ())
-        slots = [Slot(str(node.target), axis) for axis in range(len(shape))]
-        known = [(slot.axis, torch.from_numpy(self.ids[slot])) for slot in slots if slot in self.ids]
-        ids = [shaped(labels, axis, len(shape)) for axis, labels in known]
-        return (Labelled(shape, tuple(Layer(labels, torch.zeros_like(labels).bool()) for labels in ids)),)
+    def given(self, node: fx.Node) -> tuple[Labelled, ...] | None:
+        """The tensors that a node gave, or None if this map does not know the node."""
+        return self.values.get(_key(node), self.values.get(node.name))
+
+    def covers(self, gm: fx.GraphModule) -> bool:
+        """Whether all that resized nodes read is known, although passes may have put new nodes there."""
+        resized = frozenset(self.resized)
+        read = {source for node in gm.graph.nodes if node.name in resized for source in node.all_input_nodes}
+        return all(self.given(source) is not None for source in read)
 
     def kept(self, value: Labelled, gone: np.ndarray) -> Kept:
         """Which indices of a tensor stay when classes are dropped.
@@ -132,3 +133,8 @@ class ChannelMap:
             if int(grid.sum()) != int(np.prod([stays[axis].sum() for axis in layer.support])):
                 raise PassError("the channels that stay do not form a rectangle")
         return Kept(value, stays)
+
+
+def _key(node: fx.Node) -> str:
+    """The name of a node; a parameter is the same whichever node reads it."""
+    return str(node.target) if node.op == "get_attr" else node.name

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized
+from pdp_fx.tracing.structure import flat_tensors
 
 aten = torch.ops.aten
 
@@ -60,6 +60,7 @@ class LabelFlow(TorchDispatchMode):
         self._layers = WeakTensorKeyDictionary()
         self._stored = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
+        self._sharing: dict[int, list[TensorWeakRef]] = {}
         self._names: dict[int, str] = {}
         self._buffers = frozenset(name for name, _ in gm.named_buffers())
         for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
@@ -90,7 +91,8 @@ class LabelFlow(TorchDispatchMode):
             ):
                 continue
             storage = leaf.untyped_storage()._cdata
-            aliases = [t for t in self._layers if t is not leaf and t.untyped_storage()._cdata == storage]
+            sharing = [ref() for ref in self._sharing.get(storage, ())]
+            aliases = [tensor for tensor in sharing if tensor is not None and tensor is not leaf]
             if aliases:
                 why = "it is written to in place through a view"
                 self.freeze_all(
@@ -103,10 +105,9 @@ class LabelFlow(TorchDispatchMode):
         sources = call.tensors()
         stored = all(self.is_stored(tensor) for tensor in sources)
         lost = {slot: None for tensor in sources for slot in self._lost_by(tensor)} if stored else {}
-        for leaf in tree_leaves(call.result):
-            if isinstance(leaf, Tensor):
-                self._stored[leaf] = stored
-                self._lost[leaf] = tuple(lost)
+        for tensor in flat_tensors(call.result):
+            self._stored[tensor] = stored
+            self._lost[tensor] = tuple(lost)
 
     def is_stored(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or buffer, or computed from those and constants only."""
@@ -118,8 +119,14 @@ class LabelFlow(TorchDispatchMode):
         if found is None:
             name = self._names.get(id(tensor))
             found = () if name is None else self._label_stored(name, tensor)
-            self._layers[tensor] = found
+            self._know(tensor, found)
         return found
+
+    def _know(self, tensor: Tensor, layers: tuple[Layer, ...]) -> None:
+        if tensor not in self._layers:
+            storage = tensor.untyped_storage()._cdata
+            self._sharing.setdefault(storage, []).append(TensorWeakRef(tensor))
+        self._layers[tensor] = layers
 
     def _label_stored(self, name: str, tensor: Tensor) -> tuple[Layer, ...]:
         layers: list[Layer] = []
@@ -135,8 +142,9 @@ class LabelFlow(TorchDispatchMode):
 
     def put(self, tensor: Tensor, layers: list[Layer] | tuple[Layer, ...]) -> None:
         """Say which labels ``tensor`` carries; layers that change along no axis say nothing."""
-        self._layers[tensor] = tuple(layer for layer in layers if layer.support)
-        self.record.grids += [layer.ids for layer in self._layers[tensor] if len(layer.support) > 1]
+        changing = tuple(layer for layer in layers if layer.support)
+        self._know(tensor, changing)
+        self.record.grids += [layer.ids for layer in changing if len(layer.support) > 1]
 
     def tie(self, left: Tensor, right: Tensor) -> None:
         """Tie labels that the operation brings together element by element, broadcasting."""
@@ -190,9 +198,9 @@ class LabelFlow(TorchDispatchMode):
     def lose_rows(self, call: Call) -> None:
         """Note whose rows an operation on parameters loses track of; they stay, if a weight comes of it."""
         slots = [s for tensor in call.tensors() for layer in self.layers(tensor) for s in origins(layer)]
-        for leaf in tree_leaves(call.result):
-            if isinstance(leaf, Tensor) and self.is_stored(leaf):
-                self._lost[leaf] += tuple(s for s in slots if s.axis == 0 and s.tensor not in self._buffers)
+        for tensor in flat_tensors(call.result):
+            if self.is_stored(tensor):
+                self._lost[tensor] += tuple(s for s in slots if s.axis == 0 and s.tensor not in self._buffers)
 
     def demand(self, layer: Layer) -> None:
         """Say that this layer's elements must be 0 when their channel is dropped."""

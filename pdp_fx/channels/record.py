@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.labels import Layer, Reason, Slot, Ties
+from pdp_fx.tracing.structure import flat_tensors
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """All tensor arguments, in order."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return [*flat_tensors(self.args), *flat_tensors(self.kwargs)]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name."""

@@ -68,6 +68,18 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     yield from _tensors(value, set())
 
 
+def flat_tensors(arguments: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operator, which holds them in lists at most."""
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, list | tuple):
+        for part in arguments:
+            yield from flat_tensors(part)
+    elif isinstance(arguments, dict):
+        for part in arguments.values():
+            yield from flat_tensors(part)
+
+
 def has_tensors(value: Any) -> bool:
     """Whether there is a tensor in a structure."""
     return next(tensors(value), None) is not None

@@ -6,7 +6,7 @@ them is not taken for a constant. The same look tells whether a call drew random
 whose size depends on numbers.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pdp_fx.tracing.preserve import generator_states
+from pdp_fx.tracing.structure import flat_tensors
 
 # Custom operators carry no tags; these are known to give sizes that follow from the sizes of their arguments.
 _REGULAR_CUSTOM = frozenset(
@@ -92,9 +92,9 @@ class Watch(TorchDispatchMode):
         self.read_numbers = self.read_numbers or func is torch.ops.aten._local_scalar_dense.default
         if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
             self.random = True
-        mine = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+        mine = {storage_of(tensor) for tensor in flat_tensors((args, kwargs))}
         self.read_weights = self.read_weights or not mine.isdisjoint(self._weights)
-        for tensor in _tensors(result):
+        for tensor in flat_tensors(result):
             if storage_of(tensor) not in mine:
                 self.own(tensor)
         return result
@@ -111,11 +111,7 @@ def _is_ragged(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
 
 
 def _on_accelerator(result: Any) -> bool:
-    return any(tensor.device.type != "cpu" for tensor in _tensors(result))
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return any(tensor.device.type != "cpu" for tensor in flat_tensors(result))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
