@@ -45,6 +45,7 @@ class VerifyEquivalence(Pass):
         if reference is None or ctx.example_inputs is None:
             logger.info("convert was not checked by numbers: the model was prepared without example inputs")
             return False
+        gm.recompile()
         outputs = eval_outputs(gm, ctx.example_inputs)
         ctx.put(Verified(relative_difference(outputs, reference.outputs)))
         return False

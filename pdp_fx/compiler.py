@@ -71,7 +71,8 @@ class Pass(ABC):
     """One rewrite or analysis of a graph. Subclasses are frozen; their options are fields.
 
     The graph is valid before and after ``run``, not necessarily while it runs. Dead code, linting
-    and recompiling are the pipeline's work.
+    and recompiling are the pipeline's work; code is generated once, after the last pass, so a pass
+    that calls ``gm`` before recompiles it.
     """
 
     name: ClassVar[str]
@@ -108,7 +109,9 @@ class Pipeline:
             PassError: a pass failed; the message names it and the printed graph is a note. Other
                 errors of this package go through as they are, with the same note.
         """
-        return [self._run_one(step, gm, ctx, on_pass) for step in self.passes]
+        records = [self._run_one(step, gm, ctx, on_pass) for step in self.passes]
+        gm.recompile()
+        return records
 
     def _run_one(self, step: Pass, gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None) -> PassRecord:
         before_text = str(gm.graph) if on_pass else ""
@@ -118,7 +121,7 @@ class Pipeline:
             step.requires(gm, ctx)
             modified = step.run(gm, ctx)
             if modified:
-                settle(gm)
+                tidy(gm)
             step.ensures(gm, ctx)
         except PdpError as err:
             err.add_note(f"in pass '{step.name}' on\n{gm.graph}")
@@ -128,16 +131,22 @@ class Pipeline:
             wrapped.add_note(str(gm.graph))
             raise wrapped from err
         if on_pass:
+            gm.recompile()
             on_pass(before_text, step, gm)
         return PassRecord(step.name, modified, before, len(gm.graph.nodes), time.perf_counter() - started)
 
 
 def settle(gm: fx.GraphModule) -> None:
-    """Remove reads of parameters that nobody uses, lint and recompile ``gm``.
+    """Tidy the graph of ``gm`` and recompile it."""
+    tidy(gm)
+    gm.recompile()
+
+
+def tidy(gm: fx.GraphModule) -> None:
+    """Remove reads of parameters that nobody uses, and lint the graph.
 
     Only ``get_attr`` nodes can be dropped safely: in a user's graph a call without users may still
     act in place or draw random numbers.
     """
     gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
     gm.graph.lint()
-    gm.recompile()

@@ -6,6 +6,7 @@ run on small tensors, with 0 in the operands that vanish and other values everyw
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -25,6 +26,7 @@ UNTAGGED = frozenset({aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.
 """Pointwise operations that carry no pointwise tag in every supported version of torch."""
 
 
+@cache
 def is_pointwise(func: torch._ops.OpOverload) -> bool:
     """Whether each output element depends on one (broadcast) element of each operand only."""
     random = torch.Tag.nondeterministic_seeded in func.tags
