@@ -138,3 +138,20 @@ def test_the_transformers_of_the_zoo_have_inputs_that_fit() -> None:
     assert isinstance(inputs, dict)
     assert subject.model(**inputs)[0].shape == (2, 12, 64)
     assert len(zoo_transformers.MODELS) == 15
+
+
+def test_chains_double_in_depth_and_run() -> None:
+    models = [zoo_models.build("synthetic", name).model for name in zoo_models.names("synthetic", Path())]
+    depths = [sum(isinstance(module, nn.ReLU) for module in model.modules()) for model in models]
+    assert all(later == 2 * earlier for earlier, later in zip(depths, depths[1:], strict=False))
+    subject = zoo_models.build("synthetic", "chain_250")
+    inputs = subject.inputs(2)
+    assert isinstance(inputs, tuple)
+    assert subject.model(*inputs).shape == (2, 10)
+
+
+def test_a_step_with_gradients_that_overflow_is_left_out() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    zoo_measure.train(model, [(torch.full((1, 2), 1e30),)])
+    assert torch.equal(model.weight, before)
