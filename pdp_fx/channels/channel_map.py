@@ -98,11 +98,9 @@ class ChannelMap:
         wanted = list(gm.graph.find_nodes(op="get_attr"))
         for name in self.resized:
             wanted += [nodes[name], *nodes[name].all_input_nodes]
-        values = {_key(node): self.given(node) for node in wanted}
-        known = {
-            key: tuple(value.bare() for value in found) for key, found in values.items() if found is not None
-        }
-        return replace(self, values=known)
+        values = {_key(node): given for node in wanted if (given := self.given(node)) is not None}
+        bare = {key: tuple(value.bare() for value in given) for key, given in values.items()}
+        return replace(self, values=bare)
 
     def given(self, node: fx.Node) -> tuple[Labelled, ...] | None:
         """The tensors that a node gave, or None if this map does not know the node."""
