@@ -132,11 +132,14 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
 def _zero_of(call: Call, operands: list[int], flags: list[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
     """Where the result vanishes, and the smallest set of operands that suffices for it."""
     zero = torch.zeros_like(flags[0])
+    # What is divided by something that vanishes with it is no 0.
+    flagged = frozenset(operand for operand, flag in zip(operands, flags, strict=True) if bool(flag.any()))
     best: tuple[int, ...] = tuple(range(len(operands)))
     found = False
     for count in range(1, len(operands) + 1):
         for chosen in combinations(range(len(operands)), count):
-            if not vanishes(call, frozenset(operands[index] for index in chosen)):
+            zeros = frozenset(operands[index] for index in chosen)
+            if not vanishes(call, zeros) or not vanishes(call, zeros | flagged):
                 continue
             here = torch.stack([flags[index] for index in chosen]).all(dim=0)
             zero = zero | here

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdp_fx.tracing.preserve import generator_states
+from pdp_fx.tracing.steps import UnrecordableError
 from pdp_fx.tracing.structure import flat_tensors
 
 # Custom operators carry no tags; these are known to give sizes that follow from the sizes of their arguments.
@@ -116,4 +117,7 @@ def _on_accelerator(result: Any) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of the memory of a tensor."""
-    return tensor.untyped_storage()._cdata
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError as err:
+        raise UnrecordableError("uses a tensor without memory of its own, as torch.vmap makes them") from err

@@ -196,6 +196,22 @@ class LengthOfWholeWeight(nn.Module):
         return self.head(F.relu(self.hidden(x)))
 
 
+class UnitRows(nn.Module):
+    """Rows are divided by their length: a row of zeros would be no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(8, 6)), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(F.linear(x, self.weight / self.weight.norm(dim=1, keepdim=True))))
+
+
+class SafeUnitRows(UnitRows):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(F.linear(x, F.normalize(self.weight))))
+
+
 class OrthogonalWeight(nn.Module):
     """Nobody knows what becomes of a row."""
 
@@ -218,6 +234,8 @@ WEIGHTS = (
     Construct(WeightNorm, images(), removed=7),
     Construct(WeightNormByHook, sequences(), removed=8),
     Construct(LengthOfWholeWeight, sequences(), reason="norm"),
+    Construct(UnitRows, sequences(), removed=4),
+    Construct(SafeUnitRows, sequences(), removed=4),
     Construct(OrthogonalWeight, sequences(), reason="no channel rule for tril"),
     Construct(WeightFromInput, images()),
     Construct(MixedKernels, images(), removed=4),

@@ -233,3 +233,13 @@ def test_a_part_that_torchscript_has_compiled_stays_whole() -> None:
     model = Around(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
     gm = exact(model, torch.randn(2, 4), torch.randn(3, 4))
     assert "inner" in targets(gm)
+
+
+class Mapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.cumsum(0))(x)
+
+
+def test_a_part_that_maps_over_a_batch_stays_whole() -> None:
+    gm = exact(Around(Mapped()), torch.randn(2, 4), torch.randn(3, 4))
+    assert "torch.vmap" in opaque(gm)["inner"]
