@@ -46,9 +46,10 @@ def as_text(records: Sequence[Record], epochs: int, validated: bool = False) -> 
 
 
 def _table(records: Sequence[Record], ratio: float, block: str, epochs: int, on: str) -> str:
-    rows = [_row(found) for found in _by_method(records, ratio, block) if found]
-    if len(rows) < 2:
+    groups = _by_method(records, ratio, block)
+    if all(group[0]["method"] == "dense" for group in groups):
         return ""
+    rows = [_row(group) for group in groups]
     shown = [*(PAPER if ratio == 0.863 and block == "own" else ()), *rows]
     what = block if ":" in block else f"{ratio:.1%} of 267,696 weights, {block} allocation"
     title = f"ResNet20 / CIFAR-10, {what}, {epochs} epochs, {on}"

@@ -80,10 +80,11 @@ def test_a_finished_run_is_not_run_again_and_a_stopped_one_goes_on(
     shown = capsys.readouterr().out
     assert "epoch 3 of 3" in shown
     assert "epoch 2 of 3" not in shown
+    assert "st3, batch 10" in shown.partition("own allocation")[2]
     (record,) = lines(arguments)
     assert len(record["losses"]) == 3
     cifar.main(chosen)
-    assert "epoch" not in capsys.readouterr().out.replace("epochs", "")
+    assert "epoch 3 of 3" not in capsys.readouterr().out
     assert len(lines(arguments)) == 1
 
 
