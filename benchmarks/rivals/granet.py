@@ -17,7 +17,9 @@ from pdp_fx.ops.select import smallest
 class GraNet(KeptSet):
     """Sparse from the start; every so many steps it prunes by magnitude, then swaps small weights for others.
 
-    The schedule must count steps and have a length. Masks begin at random, with the densities of ERK.
+    The schedule must count steps and have a length. Masks begin at random, with the densities of ERK. The
+    original sets the momentum of a pruned weight to 0; here such a weight gets no gradient, and what it has
+    fades before the next change of the masks.
 
     Args:
         site: where it stands.
