@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.collecting import collecting_new
 from pdp_fx.compiler import Context, OnPass
-from pdp_fx.errors import PdpError, SpecError, StateError, VerifyError
+from pdp_fx.errors import PassError, PdpError, SpecError, StateError, VerifyError
 from pdp_fx.example_inputs import matching, normalised
 from pdp_fx.field_checks import described
-from pdp_fx.fingerprint import fingerprint
+from pdp_fx.fingerprint import fingerprint, tables
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.kinds import named_modules
@@ -142,8 +142,8 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         of the prepared model in eval mode (float32: within 1e-5 of the output's scale).
 
     Raises:
-        StateError: the model was never prepared, nothing is pruned yet, the weights are NaN, or the
-            model cannot be copied.
+        StateError: the model was never prepared, nothing is pruned yet, the weights are NaN, a table of
+            indices is not the one that was prepared, or the model cannot be copied.
         VerifyError: the outputs differ; this would be a bug of this package.
     """
     gm, pruner = _prepared(model, "convert")
@@ -158,6 +158,21 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         )
     if pruner.share < 1 and any(mask.planned for _, mask in pruner.mask_items()):
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
+    try:
+        return _proved(gm, on_pass)
+    except (PassError, VerifyError) as err:
+        now = tables(gm)
+        other = [name for name, digest in pruner.tables.items() if now.get(name) != digest]
+        if other:
+            raise StateError(
+                f"{other[0]} holds other indices than when the model was prepared, and channels were grouped "
+                "by them; load the checkpoint into the model before prepare"
+            ) from err
+        raise
+
+
+def _proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
+    """Convert a copy; where float32 rounding hides whether it is equal, float64 decides."""
     dtype = next((p.dtype for p in gm.parameters() if p.is_floating_point()), torch.float32)
     if dtype in TOLERANCE:
         try:
@@ -241,6 +256,7 @@ def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
     if found is not None:
         pruner.channels = found.abridged(gm)
         pruner.fingerprint = fingerprint(gm)
+        pruner.tables = tables(gm)
         pruner.mac_model = mac_model(found, [group for group, _ in plan.groups])
 
 

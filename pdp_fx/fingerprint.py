@@ -1,7 +1,7 @@
 """A fingerprint of all in a graph module that its channels depend on.
 
-Channels follow from the operations, the settings of the modules, and the shapes of tensors, and not
-from weights, modes, dtypes or devices.
+Channels follow from the operations, the settings of the modules, the shapes of tensors, and the numbers
+in tables of indices, and not from weights, modes, dtypes or devices.
 """
 
 from __future__ import annotations
@@ -25,11 +25,21 @@ def fingerprint(gm: fx.GraphModule) -> str:
     return digest.hexdigest()
 
 
+def tables(gm: fx.GraphModule) -> dict[str, str]:
+    """A digest of every buffer of integers or booleans, which may say what goes where; counters are none."""
+    found: dict[str, str] = {}
+    for name, buffer in gm.named_buffers():
+        if buffer.ndim > 0 and not buffer.is_floating_point() and name.partition(".")[0] != CHILD:
+            found[name] = hashlib.sha256(str(buffer.tolist()).encode()).hexdigest()
+    return found
+
+
 def _lines(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         yield f"{node.format_node()}\n"
     for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
         yield f"{name} {tuple(tensor.shape)}\n"
+    yield f"{tables(gm)}\n"
     for name, module in named_modules(gm):
         if name.partition(".")[0] != CHILD:
             yield f"{name} {_described(module)}\n"

@@ -44,6 +44,7 @@ class Pruner(nn.Module):
         skipped: what the spec asks for but does not fit, as (name, reason) pairs.
         channels: the model's channel structure, when it was prepared with example inputs.
         fingerprint: of the prepared graph module, to tell whether it still has these channels.
+        tables: digests of its buffers of indices.
         mac_model: multiply-accumulates by kept channels; groups in the order of the channel masks.
         example_inputs: what the model was traced with; `convert` checks itself on it.
     """
@@ -63,6 +64,7 @@ class Pruner(nn.Module):
         self.skipped: tuple[tuple[str, str], ...] = ()
         self.channels: ChannelMap | None = None
         self.fingerprint = ""
+        self.tables: dict[str, str] = {}
         self.mac_model: MacModel | None = None
         self.register_buffer("counter", torch.tensor(0))
         self.register_load_state_dict_post_hook(_accept_dense_checkpoint)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import pdp_fx
-from pdp_fx import Channels, PruneSpec, Schedule
+from pdp_fx import Channels, PruneSpec, Schedule, StateError
 from pdp_fx.fingerprint import fingerprint
 
 
@@ -77,3 +77,27 @@ def test_a_model_that_was_changed_after_prepare_is_analysed_again(
     small, images = pdp_fx.convert(model.eval()), torch.randn(3, 3, 6, 6)
     torch.testing.assert_close(small(images), model(images))
     assert small.get_parameter("0.weight").shape[0] == 4
+
+
+class Shuffled(nn.Module):
+    """Channels meet others by a table of indices that is saved with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.order: Tensor
+        self.register_buffer("order", torch.randperm(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        return self.last(hidden.index_select(1, self.order) + self.second(hidden))
+
+
+def test_a_checkpoint_with_other_indices_than_were_prepared_is_refused_by_name() -> None:
+    torch.manual_seed(0)
+    spec = PruneSpec(Channels(ratio=0.5), schedule=Schedule(0, 1.0))
+    model = pdp_fx.prepare(Shuffled(), spec, torch.randn(3, 6))
+    model.load_state_dict(Shuffled().state_dict(), strict=False)
+    pdp_fx.step(model)
+    with pytest.raises(StateError, match="order holds other indices than when the model was prepared"):
+        pdp_fx.convert(model)
