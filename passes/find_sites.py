@@ -10,7 +10,8 @@ from torch import fx, nn
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.computed_weights import Effect, effects, sources_of, stored_nodes
 from pdp_fx.errors import SpecError
-from pdp_fx.ops.kinds import WEIGHT_ARGUMENTS, input_axis, kind_of, owned_names
+from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
+from pdp_fx.ops.products import weight_operands
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,13 @@ class _Computed:
 
     def weights_of(self, node: fx.Node) -> list[tuple[str, _Use]]:
         """The parameters that ``node`` uses as its weight, or in its weight."""
-        if node.op not in ("call_function", "call_method") or node.target not in WEIGHT_ARGUMENTS:
-            return []
-        position, axis = WEIGHT_ARGUMENTS[node.target]
-        weight = node.args[position] if position < len(node.args) else node.kwargs.get("weight")
-        if not isinstance(weight, fx.Node) or not self._is_stored(weight):
+        if node.op not in ("call_function", "call_method"):
             return []
         inner = self._is_stored(node)
         return [
             (self.names[id(_attribute(self.gm, target))], _use(node, weight, effect, inner))
+            for weight, axis in weight_operands(node)
+            if self._is_stored(weight)
             for target, effect in self._effects(weight, axis).items()
         ]
 
@@ -133,8 +132,9 @@ class _Computed:
 
     def _effects(self, weight: fx.Node, axis: int) -> dict[str, Effect]:
         if weight.op == "get_attr":
-            own = isinstance(_attribute(self.gm, str(weight.target)), nn.Parameter)
-            return {str(weight.target): Effect(True, axis == 1)} if own else {}
+            stored = _attribute(self.gm, str(weight.target))
+            own = isinstance(stored, nn.Parameter)
+            return {str(weight.target): Effect(True, axis % stored.ndim == 1)} if own else {}
         key = (weight, axis)
         if key not in self.known:
             reads = dict.fromkeys(str(n.target) for n in sources_of(weight) if n.op == "get_attr")

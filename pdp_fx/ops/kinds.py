@@ -6,14 +6,12 @@ worth pruning, what must change when its tensors have been sliced, how does Batc
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from pdp_fx.ops import explicit
@@ -159,14 +157,6 @@ _KINDS = (
     ModuleKind(nn.BatchNorm3d, explicit.ExplicitBatchNorm3d, _BOTH, False, _refresh_norm, norm_ranks=(5,)),
 )
 _BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind in _KINDS}
-
-WEIGHT_ARGUMENTS: dict[Any, tuple[int, int]] = {
-    functional.conv1d: (1, 1), functional.conv2d: (1, 1), functional.conv3d: (1, 1),
-    functional.conv_transpose1d: (1, 0), functional.conv_transpose2d: (1, 0),
-    functional.conv_transpose3d: (1, 0), functional.linear: (1, 1), torch.addmm: (2, -2),
-    torch.matmul: (1, -2), torch.mm: (1, -2), operator.matmul: (1, -2), "matmul": (1, -2), "mm": (1, -2),
-}  # fmt: skip
-"""Functions that use a weight: which argument it is, and the axis of its input channels."""
 
 
 def kind_of(module: nn.Module) -> ModuleKind | None:

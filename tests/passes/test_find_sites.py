@@ -83,3 +83,33 @@ def test_a_weight_that_a_hook_computes_is_a_site_by_its_parameter() -> None:
 def test_a_model_without_weights_is_refused() -> None:
     with pytest.raises(SpecError, match="no conv or linear weight that can be pruned"):
         sites(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()), torch.randn(3, 4))
+
+
+class Products(nn.Module):
+    """Weights on either side of products of any kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(8, 5))
+        self.experts = nn.Parameter(torch.randn(3, 5, 4))
+        self.rows, self.columns = nn.Parameter(torch.randn(7, 4)), nn.Parameter(torch.randn(7, 2))
+        self.unsaid = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.left @ x.mT).mT @ self.right
+        x = torch.bmm(x.expand(3, -1, -1), self.experts).mean(0)
+        x = torch.einsum("bi, oi -> bo", x, self.rows)
+        x = torch.einsum("bi,io->bo", [x, self.columns])
+        return torch.einsum("...i,oi", x, self.unsaid)
+
+
+def test_weights_of_products_know_where_their_input_channels_lie() -> None:
+    found = sites(Products(), torch.randn(4, 6)).weights
+    assert [(site.parameter, not site.unfit, not site.unfit_for_groups) for site in found] == [
+        ("left", True, True),
+        ("right", True, False),
+        ("experts", True, True),
+        ("rows", True, True),
+        ("columns", True, False),
+        ("unsaid", True, False),
+    ]

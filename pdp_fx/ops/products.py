@@ -1,0 +1,56 @@
+"""Functions that multiply data with a weight: which operand may be the weight, and its input channels."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+NO_AXIS = 0
+"""Where the axis of the input channels is not known: axis 0, along which N:M never runs."""
+
+_MATMUL = (torch.matmul, torch.mm, torch.bmm, operator.matmul, "matmul", "mm", "bmm")
+_ADDMM = (torch.addmm, torch.baddbmm, "addmm", "baddbmm")
+_CONV = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
+_TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+_WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
+    **dict.fromkeys(_CONV, ((1, 1),)),
+    **dict.fromkeys(_TRANSPOSED, ((1, 0),)),
+    **dict.fromkeys(_MATMUL, ((0, -1), (1, -2))),
+    **dict.fromkeys(_ADDMM, ((1, -1), (2, -2))),
+}
+_NAMES = {0: ("input",), 1: ("weight", "mat1", "batch1", "mat2", "other"), 2: ("mat2", "batch2")}
+
+
+def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The operands of a call that weights may stand for, each with the axis of its input channels."""
+    if node.target is torch.einsum:
+        return _einsum_operands(node)
+    found: list[tuple[fx.Node, int]] = []
+    for position, axis in _WEIGHTS.get(node.target, ()):
+        named = (node.kwargs[name] for name in _NAMES[position] if name in node.kwargs)
+        operand = node.args[position] if position < len(node.args) else next(named, None)
+        if isinstance(operand, fx.Node):
+            found.append((operand, axis))
+    return found
+
+
+def _einsum_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """Every operand; its input channels are the first index that the result no longer has."""
+    equation, *rest = node.args
+    operands: Any = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
+    if not isinstance(equation, str):
+        return [(operand, NO_AXIS) for operand in node.all_input_nodes]
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    subscripts = inputs.split(",")
+    axes = [_contracted(indices, output) if output else NO_AXIS for indices in subscripts]
+    return [pair for pair in zip(operands, axes, strict=False) if isinstance(pair[0], fx.Node)]
+
+
+def _contracted(indices: str, output: str) -> int:
+    if "." in indices:
+        return NO_AXIS
+    return next((axis for axis, index in enumerate(indices) if index not in output), NO_AXIS)
