@@ -58,14 +58,15 @@ def _granularity(row: Result) -> str:
 
 
 def _ours(kind: tuple[str, str], rows: list[Result]) -> Result:
+    whole = not kind[1].startswith(("unstructured", "nm"))
     return {
         "zoo": kind[0],
         "granularity": kind[1],
         "models": len(rows),
         **{word: _count(rows, "status", word) for word in ("exact", "refused", "failed", "wrong")},
-        "MACs that can go": _median(rows, lambda row: row.get("macs_prunable")),
-        "MACs removed": _median(rows, lambda row: row.get("macs_removed")),
-        "zeros": _median(rows, lambda row: row.get("zeros")),
+        "MACs that can go": _median(rows if whole else [], lambda row: row.get("macs_prunable")),
+        "MACs removed": _median(rows if whole else [], lambda row: row.get("macs_removed")),
+        "zeros": _median([] if whole else rows, lambda row: row.get("zeros")),
         "compile s": _median(rows, _compile_seconds),
         "peak MB": _median(rows, lambda row: row.get("memory_mb")),
     }

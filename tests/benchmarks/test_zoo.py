@@ -12,6 +12,8 @@ from benchmarks import zoo, zoo_measure, zoo_models, zoo_peer, zoo_table, zoo_tr
 from benchmarks.zoo_measure import Job
 from benchmarks.zoo_models import Subject
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "zoo"
+
 
 class Small(nn.Module):
     """A residual net with an attention-free head: the peer can prune it too."""
@@ -155,3 +157,11 @@ def test_a_step_with_gradients_that_overflow_is_left_out() -> None:
     before = model.weight.detach().clone()
     zoo_measure.train(model, [(torch.full((1, 2), 1e30),)])
     assert torch.equal(model.weight, before)
+
+
+def test_the_readme_shows_the_results_that_are_kept() -> None:
+    rows = zoo.read(RESULTS / "results.jsonl")
+    readme = (RESULTS.parents[2] / "README.md").read_text()
+    for table in zoo_table.summary(rows).split("\n\n"):
+        assert table in readme
+    assert len((RESULTS / "zoo.csv").read_text().splitlines()) >= len(rows) + 1
