@@ -20,6 +20,7 @@ from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
@@ -91,8 +92,9 @@ def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
 
 
 def _trace_by_recording(model: nn.Module, example: ExampleCall, watch: Runner | None) -> fx.GraphModule:
-    plain = _reference(model, example, training=False)
     findings = Findings()
+    with noticing_idle(model, findings):
+        plain = _reference(model, example, training=False)
     try:
         direct = _recorded(model, example, findings)
     except TraceError:

@@ -55,6 +55,7 @@ class LabelFlow(TorchDispatchMode):
         self.source = ""
         self.sized: list[Sized] = []
         self.masks_norm = False
+        self.looked = False
         self._rules = rules
         self._maskable = maskable
         self._layers = WeakTensorKeyDictionary()
@@ -74,6 +75,7 @@ class LabelFlow(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if layout is not None and layout == (result.shape, _strides(result)):
             return result
+        self.looked = self.looked or func is aten._local_scalar_dense.default
         call = Call(func, args, kwargs or {}, result)
         if func._schema.is_mutable and not _fills_with_zero(call):
             self._freeze_aliases(call)

@@ -35,10 +35,14 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.node = n.name
         self.flow.source = str(n.meta.get("source", ""))
         self.flow.sized = []
+        self.flow.looked = False
         self.flow.masks_norm = self.can_mask(n)
         if n.target is functional.scaled_dot_product_attention:
             keep_scale(self.flow, *self.fetch_args_kwargs_from_env(n))
         result = self.run_unseen(n) if is_opaque(self.module, n) else super().run_node(n)
+        if self.flow.looked and n.meta.get("opaque") == DIFFERS_BY_MODE:
+            # In eval mode, too, it may take another way.
+            result = self.run_unseen(n)
         self.after(n, self.flow, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.flow.record.values[n.name] = tuple(

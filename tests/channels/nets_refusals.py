@@ -179,6 +179,26 @@ class DataDependentChoice(DataDependentIfInside):
         return self.head(F.relu(self.mid(self.branch(self.stem(x)))))
 
 
+class Undecided(nn.Module):
+    """Passes its input on unless the input is large, and draws nothing in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()) < 0.1:
+            return x * 0
+        return x if x.amax() < 1e6 else x.flip(1)
+
+
+class UndecidedModule(Between):
+    """What passes on what it is given, on the example, is no proof that it always does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undecided = Undecided()
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.undecided(x)
+
+
 class MeanOverChannels(Between):
     """Spatial attention: the mean over channels divides by their number."""
 
@@ -410,6 +430,7 @@ REFUSALS = (
     Construct(RmsNormStream, sequences(), removed=8, reason="runs over these channels"),
     Construct(RmsNormByHand, sequences(), removed=8, reason="mean runs over these channels"),
     Construct(SpectralNorm, images(), removed=3, reason="norm"),
+    Construct(UndecidedModule, images(), removed=3, reason="Undecided decides by its data"),
     Construct(StandardisedWeight, images(), removed=3, reason="std runs over these channels"),
     Construct(DataDependentIf, images(), removed=3, reason="data"),
     Construct(DataDependentMethod, images(), removed=3, reason="data"),
