@@ -19,6 +19,7 @@ from pdp_fx.channels.labels import Slot
 from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.resizing import Job
 from pdp_fx.channels.rewrites import rewrite_of
+from pdp_fx.channels.small_numbers import SmallNumbers
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
 from pdp_fx.example_inputs import fresh, trial
@@ -100,6 +101,7 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     changing = frozenset(
         name for name, ids in found.taint.items() if any(gone[found.classes[i.numpy()]].any() for i in ids)
     )
+    numbers = SmallNumbers(found, gone, changing)
     # Nodes that only training mode needs are gone from the graph.
     for name in [name for name in found.resized if name in nodes]:
         node = nodes[name]
@@ -109,7 +111,7 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
         read = [value for source in node.all_input_nodes for value in found.given(source) or ()]
         source = found.kept(read[0] if read else Labelled((), ()), gone)
         results = tuple(found.kept(value, gone) for value in found.given(node) or ())
-        rewrite.apply(node, Job(source, results, found.numbers, changing))
+        rewrite.apply(node, Job(source, results, found.numbers, changing, numbers.value))
 
 
 def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:

@@ -98,6 +98,7 @@ class ChannelMap:
         wanted = list(gm.graph.find_nodes(op="get_attr"))
         for name in self.resized:
             wanted += [nodes[name], *nodes[name].all_input_nodes]
+        wanted += [source for name in self.taint for source in nodes[name].all_input_nodes]
         values = {_key(node): given for node in wanted if (given := self.given(node)) is not None}
         bare = {key: tuple(value.bare() for value in given) for key, given in values.items()}
         return replace(self, values=bare)

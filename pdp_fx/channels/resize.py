@@ -32,6 +32,11 @@ SIZE_FREE: frozenset[Any] = frozenset({
 })  # fmt: skip
 """Functions and methods that are told no size of a channel axis."""
 
+REPEATS: frozenset[Any] = frozenset({
+    torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat",
+})  # fmt: skip
+"""Those of them that are told how many copies they make: where copies alone could go, they stay."""
+
 FUNCTIONALS: frozenset[Any] = frozenset(value for value in vars(functional).values() if callable(value))
 
 SIZED_FUNCTIONALS = frozenset(
@@ -56,10 +61,11 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     if rewrite is not None and rewrite.fits(node, flow.record):
         flow.record.resized.append(node.name)
         return
+    told = flow.sized
     if _is_size_free(gm, node):
-        return
+        told = [sized for sized in flow.sized if sized.before.free and node.target in REPEATS]
     remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
-    for sized in flow.sized:
+    for sized in told:
         flow.freeze(sized.before.ids, _why_not(gm, node), remedy)
 
 

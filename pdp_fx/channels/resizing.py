@@ -54,12 +54,14 @@ class Job:
         results: the tensors that it gives.
         numbers: the value that every number node had.
         changing: the number nodes that depend on how many channels there are.
+        small: the value that a number node will have, or None if that is not known.
     """
 
     source: Kept
     results: tuple[Kept, ...]
     numbers: dict[str, Any]
     changing: frozenset[str]
+    small: Callable[[fx.Node], Any]
 
     def number(self, value: Any) -> Any:
         """The value of a number or of a node that gave one."""
@@ -69,7 +71,8 @@ class Job:
         """What to write for the size of ``axis`` where the program has ``given``."""
         if isinstance(given, fx.Node):
             if given.name in self.changing:
-                return kept.size(axis)
+                # A size that comes out right by itself also follows the size of the batch.
+                return given if self.small(given) == kept.size(axis) else kept.size(axis)
             return _scaled(given, kept.size(axis), kept.value.shape[axis]) if kept.changes(axis) else given
         return kept.size(axis) if given != -1 and kept.changes(axis) else given
 

@@ -81,4 +81,18 @@ FOUND = (
         Channels(ratio=0.7, through_norms=True),
         "global",
     ),
+    Found(
+        "copies of the input in a layer that is used again",
+        (
+            Step("conv_bn_relu", (0,)),
+            Step("pixel_unshuffle", (1,)),
+            Step("conv", (2,)),
+            Step("shuffle_2", (3,)),
+        )
+        + (Step("slice", (0,)), Step("interleave", (5,), 1))
+        + tuple(Step("conv", (place,)) for place in range(6, 12))
+        + (Step("again", (12,), 7),),
+        Channels(ratio=0.5),
+        "uniform",
+    ),
 )

@@ -206,6 +206,21 @@ class CosineOfTwo(nn.Module):
         return self.head(F.cosine_similarity(self.left(x), self.right(x), dim=-1))
 
 
+class HeadsInBatch(nn.Module):
+    """Heads, counted by a shape, go into the batch for a pooling and come out of it again (MViT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool, self.head = nn.Linear(6, 16), nn.Conv1d(4, 4, 3, padding=1), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.stem(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        batch, count, tokens, size = heads.shape
+        pooled = self.pool(heads.reshape(batch * count, tokens, size).transpose(1, 2)).transpose(1, 2)
+        joined = pooled.reshape(batch, count, tokens, -1).transpose(1, 2)
+        return self.head(joined.reshape(batch, tokens, count * size))
+
+
 class MeanOfHeads(nn.Module):
     """The weights of all heads are averaged: the number of heads matters."""
 
@@ -319,6 +334,7 @@ SIZES = (
     Construct(UnrolledCell, sequences(), removed=8),
     Construct(GatedCell, sequences(), removed=20),
     Construct(CosineOfTwo, sequences(), removed=8),
+    Construct(HeadsInBatch, sequences(), removed=8),
     Construct(MeanOfHeads, sequences(), removed=4),
     Construct(TalkingHeads, sequences(), removed=12),
     Construct(PaddedEmbedding, words(), removed=7),

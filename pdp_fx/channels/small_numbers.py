@@ -1,0 +1,65 @@
+"""The numbers that a graph will work out once channels are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from pdp_fx.channels.channel_map import ChannelMap
+
+_HOMES = frozenset({"_operator", "builtins", "math"})
+"""Modules of functions that may be called on numbers at any time."""
+
+
+class SmallNumbers:
+    """Follows sizes that are read off tensors through arithmetic.
+
+    Args:
+        found: the channels, and what all nodes gave before any of them went.
+        gone: for every class whether it is dropped.
+        changing: the number nodes that depend on how many channels there are.
+    """
+
+    def __init__(self, found: ChannelMap, gone: np.ndarray, changing: frozenset[str]) -> None:
+        self._found = found
+        self._gone = gone
+        self._changing = changing
+        self._known: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node) -> Any:
+        """The number that ``node`` will give, or None if that is not known."""
+        if node.name not in self._changing:
+            return self._found.numbers.get(node.name)
+        if node not in self._known:
+            self._known[node] = self._sizes(node) if self._reads_tensor(node) else self._computed(node)
+        return self._known[node]
+
+    def _reads_tensor(self, node: fx.Node) -> bool:
+        return isinstance(node.args[0], fx.Node) and bool(self._found.given(node.args[0]))
+
+    def _sizes(self, node: fx.Node) -> Any:
+        source = node.args[0]
+        given = self._found.given(source) if isinstance(source, fx.Node) else None
+        if not given:
+            return None
+        kept = self._found.kept(given[0], self._gone)
+        sizes = tuple(kept.size(axis) for axis in range(len(given[0].shape)))
+        if node.target is getattr:
+            return sizes if node.args[1] == "shape" else None
+        axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        return None if node.target != "size" else sizes if axis is None else sizes[axis]
+
+    def _computed(self, node: fx.Node) -> Any:
+        function: Any = node.target
+        if node.op != "call_function" or getattr(function, "__module__", "") not in _HOMES:
+            return None
+        args, kwargs = map_aggregate((node.args, node.kwargs), self._operand)
+        if any(self.value(source) is None for source in node.all_input_nodes):
+            return None
+        return function(*args, **kwargs)
+
+    def _operand(self, leaf: Any) -> Any:
+        return self.value(leaf) if isinstance(leaf, fx.Node) else leaf
