@@ -39,18 +39,20 @@ def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
 
 
 def _einsum_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """Every operand; its input channels are the first index that the result no longer has."""
+    """The operands that are summed over; their input channels are the first index that goes.
+
+    An operand all of whose indices stay is a scale, and no weight.
+    """
     equation, *rest = node.args
     operands: Any = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
     if not isinstance(equation, str):
-        return [(operand, NO_AXIS) for operand in node.all_input_nodes]
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    subscripts = inputs.split(",")
-    axes = [_contracted(indices, output) if output else NO_AXIS for indices in subscripts]
-    return [pair for pair in zip(operands, axes, strict=False) if isinstance(pair[0], fx.Node)]
-
-
-def _contracted(indices: str, output: str) -> int:
-    if "." in indices:
-        return NO_AXIS
-    return next((axis for axis, index in enumerate(indices) if index not in output), NO_AXIS)
+        return []
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow:
+        output = "".join(index for index in inputs if inputs.count(index) == 1)
+    found: list[tuple[fx.Node, int]] = []
+    for operand, indices in zip(operands, inputs.split(","), strict=False):
+        summed = [axis for axis, index in enumerate(indices) if index.isalpha() and index not in output]
+        if summed and isinstance(operand, fx.Node):
+            found.append((operand, summed[0] if arrow and "." not in indices else NO_AXIS))
+    return found

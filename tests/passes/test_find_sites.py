@@ -94,13 +94,15 @@ class Products(nn.Module):
         self.experts = nn.Parameter(torch.randn(3, 5, 4))
         self.rows, self.columns = nn.Parameter(torch.randn(7, 4)), nn.Parameter(torch.randn(7, 2))
         self.unsaid = nn.Parameter(torch.randn(2, 2))
+        self.scales, self.scale = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(()))
 
     def forward(self, x: Tensor) -> Tensor:
         x = (self.left @ x.mT).mT @ self.right
         x = torch.bmm(x.expand(3, -1, -1), self.experts).mean(0)
         x = torch.einsum("bi, oi -> bo", x, self.rows)
         x = torch.einsum("bi,io->bo", [x, self.columns])
-        return torch.einsum("...i,oi", x, self.unsaid)
+        x = torch.einsum("...i,oi", x, self.unsaid)
+        return torch.einsum(",i,bi->bi", self.scale, self.scales, x)
 
 
 def test_weights_of_products_know_where_their_input_channels_lie() -> None:
