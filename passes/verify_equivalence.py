@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import Inputs, fresh, trial
-from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.structure import flat_tensors, tensors
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +86,9 @@ class Precision(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                self.double = self.double and leaf.dtype == torch.float64
+        for tensor in flat_tensors(result):
+            if tensor.is_floating_point():
+                self.double = self.double and tensor.dtype == torch.float64
         return result
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+import torch
 from torch import fx, nn
 
 from pdp_fx.ops.kinds import named_modules
@@ -29,8 +30,9 @@ def tables(gm: fx.GraphModule) -> dict[str, str]:
     """A digest of every buffer of integers or booleans, which may say what goes where; counters are none."""
     found: dict[str, str] = {}
     for name, buffer in gm.named_buffers():
-        if buffer.ndim > 0 and not buffer.is_floating_point() and name.partition(".")[0] != CHILD:
-            found[name] = hashlib.sha256(str(buffer.tolist()).encode()).hexdigest()
+        numbers = buffer.is_floating_point() or buffer.is_complex() or buffer.layout is not torch.strided
+        if buffer.ndim > 0 and not numbers and name.partition(".")[0] != CHILD:
+            found[name] = hashlib.sha256(buffer.cpu().numpy().tobytes()).hexdigest()
     return found
 
 

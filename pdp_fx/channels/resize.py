@@ -20,22 +20,22 @@ from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
 
-SIZE_FREE: frozenset[Any] = frozenset({
+REPEATS: frozenset[Any] = frozenset({
+    torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat",
+})  # fmt: skip
+"""Functions that are told how many copies they make: where copies alone could go, they stay."""
+
+SIZE_FREE: frozenset[Any] = REPEATS | frozenset({
     torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum,
     torch.addmm, "reshape_as", "view_as", "expand_as", torch.permute, "permute", torch.zeros_like,
     torch.ones_like, "clone", torch.conv1d, torch.conv2d, torch.conv3d, torch.broadcast_tensors,
-    torch.tensordot, torch.baddbmm, torch.cdist, torch.repeat_interleave, "repeat_interleave", torch.tile,
-    "tile", "repeat", torch.full_like, "contiguous", torch.cosine_similarity, torch.pixel_shuffle,
+    torch.tensordot, torch.baddbmm, torch.cdist, torch.full_like,
+    "contiguous", torch.cosine_similarity, torch.pixel_shuffle,
     torch.pixel_unshuffle, torch.channel_shuffle, torch.outer, "type_as", operator.mul, operator.add,
     operator.sub, operator.truediv, torch.where, torch.rms_norm, "unsqueeze", torch.softmax, torch.unbind,
     "unbind", "flip", torch.flip,
 })  # fmt: skip
 """Functions and methods that are told no size of a channel axis."""
-
-REPEATS: frozenset[Any] = frozenset({
-    torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat",
-})  # fmt: skip
-"""Those of them that are told how many copies they make: where copies alone could go, they stay."""
 
 FUNCTIONALS: frozenset[Any] = frozenset(value for value in vars(functional).values() if callable(value))
 

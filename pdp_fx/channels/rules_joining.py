@@ -9,11 +9,11 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, shaped
 from pdp_fx.channels.record import Call, Sized
 from pdp_fx.channels.rules_layout import laid_out_anew
+from pdp_fx.channels.rules_pointwise import BARE_REMEDY
 
 aten = torch.ops.aten
 
 BARE = "these channels are joined with values that have none along this axis"
-BARE_REMEDY = "free what keeps those values, or give them a layer of their own"
 
 
 @rule(aten.cat)

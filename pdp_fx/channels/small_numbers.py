@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.record import Labelled
 
 _HOMES = frozenset({"_operator", "builtins", "math"})
 """Modules of functions that may be called on numbers at any time."""
@@ -34,19 +35,14 @@ class SmallNumbers:
         if node.name not in self._changing:
             return self._found.numbers.get(node.name)
         if node not in self._known:
-            self._known[node] = self._sizes(node) if self._reads_tensor(node) else self._computed(node)
+            source = node.args[0] if node.args else None
+            given = self._found.given(source) if isinstance(source, fx.Node) else None
+            self._known[node] = self._sizes(node, given[0]) if given else self._computed(node)
         return self._known[node]
 
-    def _reads_tensor(self, node: fx.Node) -> bool:
-        return isinstance(node.args[0], fx.Node) and bool(self._found.given(node.args[0]))
-
-    def _sizes(self, node: fx.Node) -> Any:
-        source = node.args[0]
-        given = self._found.given(source) if isinstance(source, fx.Node) else None
-        if not given:
-            return None
-        kept = self._found.kept(given[0], self._gone)
-        sizes = tuple(kept.size(axis) for axis in range(len(given[0].shape)))
+    def _sizes(self, node: fx.Node, read: Labelled) -> Any:
+        kept = self._found.kept(read, self._gone)
+        sizes = tuple(kept.size(axis) for axis in range(len(read.shape)))
         if node.target is getattr:
             return sizes if node.args[1] == "shape" else None
         axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")

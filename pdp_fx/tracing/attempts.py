@@ -10,6 +10,7 @@ from pdp_fx.tracing.align import Alignment, align
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.forgetting import forgetting
 from pdp_fx.tracing.inputs import ExampleCall
+from pdp_fx.tracing.leaves import stores_tensors
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
@@ -48,7 +49,9 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
             continue
         alignment = align(in_eval, in_train)
         differing = {Whole(alignment.owner(pair)) for pair in alignment.pairs if pair.only}
-        weightless = {whole for whole in differing if whole.path and not _has_weights(model, whole)}
+        weightless = {
+            whole for whole in differing if whole.path and not stores_tensors(model.get_submodule(whole.path))
+        }
         if not weightless:
             return Recordings(alignment, dict(findings.opaque))
         for whole in sorted(weightless, key=str):
@@ -85,8 +88,3 @@ def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) ->
     else:
         findings.opaque.pop(err.instead_of, None)
         findings.keep_whole(whole, err.reason)
-
-
-def _has_weights(model: nn.Module, whole: Whole) -> bool:
-    module = model.get_submodule(whole.path)
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.leaves import is_leaf
+from pdp_fx.tracing.leaves import is_leaf, stores_tensors
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Whole
 
 
@@ -22,7 +22,7 @@ def noticing_idle(model: nn.Module, findings: Findings) -> Generator[None, None,
     candidates = {
         module: path
         for path, module in model.named_modules()
-        if path and not is_leaf(module) and _asks_for_mode(module) and not _has_tensors(module)
+        if path and not is_leaf(module) and _asks_for_mode(module) and not stores_tensors(module)
     }
     idle: dict[nn.Module, bool] = {}
 
@@ -43,7 +43,3 @@ def noticing_idle(model: nn.Module, findings: Findings) -> Generator[None, None,
 def _asks_for_mode(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "training" in code.co_names
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())

@@ -44,3 +44,8 @@ def _computes_weights(module: nn.Module) -> bool:
     """Whether a layer computes its weight anew for every call, by a parametrization or by a hook."""
     hooked = module._forward_pre_hooks and any(isinstance(value, Tensor) for value in vars(module).values())
     return bool(hooked) or is_parametrized(module)
+
+
+def stores_tensors(module: nn.Module) -> bool:
+    """Whether there are parameters or buffers in a module."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
