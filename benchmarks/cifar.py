@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,9 +28,8 @@ from benchmarks import results
 from benchmarks.cifar_table import as_text
 from benchmarks.data import Batches
 from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
-from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
-from benchmarks.table_runs import ImageTable, histories, machine
+from benchmarks.table_runs import ImageTable, epochs_of, histories, image_parser, machine, parsed
 from benchmarks.training import Settings, Trainer, accuracy, own_parameters
 from pdp_fx.allocation import allocate, most_prunable
 
@@ -89,8 +87,7 @@ class Bench(ImageTable[Run]):
     """Single weights and N:M patterns."""
 
     def trainer(self, run: Run, steps: int) -> Trainer:
-        torch.manual_seed(run.seed)
-        model: nn.Module = ResNet20().to(self.settings.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        model = self.network(run.seed)
         budget, settings = Budget(run.epochs, steps), replace(self.settings, rate=run.rate)
         if run.method == "dense":
             return Trainer(model, None, budget, settings)
@@ -186,7 +183,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Run]:
         "own",
         None,
         seed=0,
-        epochs=16 if options.short else options.epochs,
+        epochs=epochs_of(options),
         validated=options.validate,
         rate=options.rate,
         batch=options.batch,
@@ -204,31 +201,18 @@ def wanted(options: argparse.Namespace) -> Iterator[Run]:
                     yield replace(common, method=method, block=block, ratio=ratio, seed=seed)
 
 
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description="ResNet20 on CIFAR-10: PDP and its rivals.")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder with CIFAR-10")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar.jsonl"))
-    parser.add_argument("--states", type=Path, default=Path("out/cifar"), help="for runs that are not over")
+    parser = image_parser("ResNet20 on CIFAR-10: PDP and its rivals.", "cifar")
     names = ["dense", *dict.fromkeys([*METHODS, *PATTERN_METHODS])]
     parser.add_argument("--methods", nargs="+", default=["dense", "pdp"], choices=names)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.863], choices=SPARSITIES)
     parser.add_argument("--blocks", nargs="+", default=["own", "common"], choices=["own", "common"])
     parser.add_argument(
         "--patterns", nargs="+", default=[], metavar="N:M", help="N:M patterns instead of --sparsity"
     )
-    parser.add_argument("--short", action="store_true", help="16 epochs instead of --epochs")
-    parser.add_argument("--epochs", type=int, default=120)
-    parser.add_argument("--validate", action="store_true", help="hold out training images: for tuning")
     parser.add_argument("--trials", type=int, default=8, help="trainings of a search for a sparsity")
-    parser.add_argument("--rate", type=float, default=0.4, help="peak learning rate")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--table", action="store_true", help="only print the results so far")
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     known = PATTERN_METHODS if options.patterns else METHODS
     unknown = [name for name in options.methods if name != "dense" and name not in known]
     if unknown:
@@ -237,9 +221,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parsed(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = options_of(arguments)
     settings = Settings(precision=options.precision, device=options.device)
     bench = Bench(options.data, options.out, options.states, settings)
     for run in () if options.table else wanted(options):
@@ -247,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
             bench.search(run, options.trials)
         else:
             bench.run(run)
-    epochs = 16 if options.short else options.epochs
+    epochs = epochs_of(options)
     print(as_text(list(results.load(options.out).values()), epochs, options.validate))
 
 

@@ -9,13 +9,11 @@ remove channels, and fine-tune with a new cosine in the second half, so that all
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -29,7 +27,7 @@ from benchmarks.peer_training import PeerTrainer
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record, spread
 from benchmarks.rivals.channel_scores import dcp_style, nisp_style, scp_style
-from benchmarks.table_runs import ImageTable, histories, machine
+from benchmarks.table_runs import ImageTable, epochs_of, histories, image_parser, machine, parsed
 from benchmarks.training import Feed, Settings, Trainer, accuracy
 from pdp_fx.compiler import Context, Pipeline
 from pdp_fx.passes.fix_mode import FixMode
@@ -100,8 +98,7 @@ class ChannelTable(ImageTable[Run]):
 
     def trainer(self, run: Run, steps: int) -> Trainer:
         """The model of a run, ready to be trained."""
-        torch.manual_seed(run.seed)
-        model: nn.Module = ResNet20().to(self.settings.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        model = self.network(run.seed)
         budget, settings = Budget(run.epochs, steps), replace(self.settings, rate=run.rate)
         reduction = run.reduction or 0.0
         if run.method == "dense":
@@ -211,28 +208,13 @@ def _row(records: Sequence[Record]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Whole channels of ResNet20 on CIFAR-10.")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder with CIFAR-10")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar_channels.jsonl"))
-    parser.add_argument("--states", type=Path, default=Path("out/cifar"), help="for runs that are not over")
+    parser = image_parser("Whole channels of ResNet20 on CIFAR-10.", "cifar_channels")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--reduction", nargs="+", type=float, default=[0.549])
-    parser.add_argument("--short", action="store_true", help="16 epochs instead of --epochs")
-    parser.add_argument("--epochs", type=int, default=120)
-    parser.add_argument("--validate", action="store_true", help="hold out training images: for tuning")
-    parser.add_argument("--rate", type=float, default=0.4, help="peak learning rate")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--table", action="store_true", help="only print the results so far")
-    options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = parsed(parser, arguments)
     settings = Settings(precision=options.precision, device=options.device)
     bench = ChannelTable(options.data, options.out, options.states, settings)
-    epochs = 16 if options.short else options.epochs
+    epochs = epochs_of(options)
     for method in () if options.table else options.methods:
         for seed in options.seeds:
             for reduction in [None] if method == "dense" else options.reduction:

@@ -9,13 +9,11 @@ last tenth of the text, with hard masks; a tenth of the rest is held out for tun
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -27,7 +25,7 @@ from benchmarks.data import load_shakespeare
 from benchmarks.gpt2 import GPT2, Config
 from benchmarks.methods import METHODS, Budget
 from benchmarks.results import Record, spread
-from benchmarks.table_runs import Table, histories, machine
+from benchmarks.table_runs import Table, histories, machine, parsed, table_parser
 from benchmarks.training import Settings, Trainer, evaluating, own_parameters
 
 STEPS = 100
@@ -206,27 +204,17 @@ def _row(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A small GPT on tiny Shakespeare.")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder with tinyshakespeare.txt")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpt_shakespeare.jsonl"))
-    parser.add_argument("--states", type=Path, default=Path("out/gpt"), help="for runs that are not over")
+    parser = table_parser(
+        "A small GPT on tiny Shakespeare.", "gpt_shakespeare",
+        data="tinyshakespeare.txt", states="out/gpt", rate=1e-3, batch=12, precision="fp32",
+    )  # fmt: skip
     parser.add_argument("--methods", nargs="+", default=["dense", "gmp", "optg", "pdp"], choices=CHOSEN)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.75])
     parser.add_argument("--steps", type=int, default=2000, help="of the optimizer, in hundreds")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--positions", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=12)
-    parser.add_argument("--validate", action="store_true", help="hold out training text: for tuning")
-    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--table", action="store_true", help="only print the results so far")
-    options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = parsed(parser, arguments)
     settings = Settings(options.rate, 0.1, 0.9, 0.05, options.precision, options.device, adam=True, clip=1.0)
     table = TextTable(options.data, options.out, options.states, settings)
     sizes = (options.layers, options.width, options.positions, options.batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -10,11 +11,16 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from benchmarks import results
 from benchmarks.data import Batches, Images, load_cifar10, split_off
+from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
 from benchmarks.training import Feed, Settings, Trainer
+
+SHORT = 16
+"""Epochs of the short recipe."""
 
 HELD_OUT = 5000
 """Training images that are held out for tuning."""
@@ -123,6 +129,63 @@ class ImageTable(Table[AnyImageRun, Batches]):
 
     def feed(self, run: AnyImageRun) -> Batches:
         return Batches(self.split(run.validated)[0], run.batch, run.seed)
+
+    def network(self, seed: int) -> nn.Module:
+        """The untrained net of a seed, the same for all methods."""
+        torch.manual_seed(seed)
+        return ResNet20().to(self.settings.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
+def table_parser(
+    description: str, name: str, *, data: str, states: str, rate: float, batch: int, precision: str
+) -> argparse.ArgumentParser:
+    """The options that all tables have.
+
+    Args:
+        description: what the table shows.
+        name: of the file of its results.
+        data: what the folder of the data holds.
+        states: where runs are kept that are not over.
+        rate: the default peak learning rate.
+        batch: the default batch size.
+        precision: the default precision, fp32 or bf16.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=Path, default=Path("data"), help=f"folder with {data}")
+    parser.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{name}.jsonl"))
+    parser.add_argument("--states", type=Path, default=Path(states), help="for runs that are not over")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--validate", action="store_true", help="hold out training data: for tuning")
+    parser.add_argument("--rate", type=float, default=rate, help="peak learning rate")
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--precision", default=precision, choices=["fp32", "bf16"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--table", action="store_true", help="only print the results so far")
+    return parser
+
+
+def image_parser(description: str, name: str) -> argparse.ArgumentParser:
+    """The options that all tables of CIFAR-10 have; see `epochs_of`."""
+    parser = table_parser(
+        description, name, data="CIFAR-10", states="out/cifar", rate=0.4, batch=128, precision="bf16"
+    )
+    parser.add_argument("--short", action="store_true", help=f"{SHORT} epochs instead of --epochs")
+    parser.add_argument("--epochs", type=int, default=120)
+    return parser
+
+
+def epochs_of(options: argparse.Namespace) -> int:
+    """How many epochs the options of an `image_parser` ask for."""
+    return SHORT if options.short else options.epochs
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The options of the command line; the number of threads is set."""
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return options
 
 
 def histories(trainer: Trainer) -> Record:
