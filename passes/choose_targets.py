@@ -9,6 +9,7 @@ import numpy as np
 from torch import fx
 
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
+from pdp_fx.channels.grouping import distinct
 from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
@@ -91,16 +92,15 @@ def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> list[tuple[str, str]]:
 
 def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup]) -> None:
     """Note on every node its shape and the groups whose channels it carries, for printouts."""
-    group_of = {root: group.name for group in groups for root in group.classes.tolist()}
+    group_of = np.full(len(found.classes), -1)
+    for number, group in enumerate(groups):
+        group_of[group.classes] = number
     for node in gm.graph.nodes:
         values = found.values.get(node.name, ())
-        carried = dict.fromkeys(
-            group_of.get(root, "")
-            for value in values
-            for layer in value.layers
-            for root in np.unique(found.classes[layer.ids.numpy()]).tolist()
-        )
-        names = [name for name in carried if name]
+        carried: set[int] = set()
+        for layer in (layer for value in values for layer in value.layers):
+            carried.update(distinct(group_of[found.classes[layer.ids.numpy()]]).tolist())
+        names = [groups[number].name for number in carried if number >= 0]
         node.meta["shape"] = values[0].shape if len(values) == 1 else ()
         node.meta["group"] = names[0] if len(names) == 1 else f"{len(names)} groups" if names else ""
 

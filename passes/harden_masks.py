@@ -58,7 +58,7 @@ class HardenMasks(Pass):
     ) -> None:
         inside = set(masked)
         outer = [node for node in masked if any(user not in inside for user in node.users)]
-        final = {str(reads[node].target): values[node] for node in outer}
+        final = {str(reads[node].target): (values[node], node.target is mask_axis) for node in outer}
         for node in reversed(masked):
             if node in outer:
                 # The same node reads the parameter as before, so that what is known of it by its name holds.
@@ -66,12 +66,17 @@ class HardenMasks(Pass):
             gm.graph.erase_node(node)
         old = {name: gm.get_parameter(name) for name in final}
         with torch.no_grad():
-            swap_tensors(gm, {old[name]: _frozen_as(old[name], value) for name, value in final.items()})
+            swap_tensors(gm, {old[name]: _frozen_as(old[name], *given) for name, given in final.items()})
 
 
-def _frozen_as(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter of this value, in the memory format of ``old`` and trainable if ``old`` is."""
-    return nn.Parameter(torch.empty_like(old).copy_(value), requires_grad=old.requires_grad)
+def _frozen_as(old: nn.Parameter, value: Tensor, fresh: bool = False) -> nn.Parameter:
+    """A parameter of this value, in the memory format of ``old`` and trainable if ``old`` is.
+
+    A ``fresh`` value is in memory that nobody else has, so it need not be copied if its format is right.
+    """
+    if not (fresh and value.stride() == old.stride() and value.dtype == old.dtype):
+        value = torch.empty_like(old).copy_(value)
+    return nn.Parameter(value, requires_grad=old.requires_grad)
 
 
 def _harden_inside(gm: fx.GraphModule) -> None:

@@ -76,8 +76,7 @@ def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:
     """The channel of the group that each row makes, or None when row i makes channel i."""
     if np.array_equal(classes, group.classes):
         return None
-    place = {root: index for index, root in enumerate(group.classes.tolist())}
-    return tuple(place.get(root, -1) for root in classes.tolist())
+    return _found_in(group.classes, classes)
 
 
 def _insert_mask(gm: fx.GraphModule, before: fx.Node, key: str, mask: ChannelPolicy) -> fx.Node:
@@ -146,8 +145,11 @@ def _masks_along(classes: np.ndarray, placed: Placed) -> list[tuple[ChannelGroup
 
 def _layout(classes: np.ndarray, groups: list[ChannelGroup]) -> tuple[int, ...]:
     """For every index of an axis its place among the groups' channels, or -1."""
-    place: dict[int, int] = {}
-    for group in groups:
-        for root in group.classes.tolist():
-            place[root] = len(place)
-    return tuple(place.get(root, -1) for root in classes.tolist())
+    return _found_in(np.concatenate([group.classes for group in groups]), classes)
+
+
+def _found_in(channels: np.ndarray, classes: np.ndarray) -> tuple[int, ...]:
+    """For every class its place among the channels, each of which is another class, or -1."""
+    order = np.argsort(channels)
+    place = order[np.searchsorted(channels, classes, sorter=order).clip(max=len(channels) - 1)]
+    return tuple(np.where(channels[place] == classes, place, -1).tolist())

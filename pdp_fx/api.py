@@ -20,6 +20,7 @@ from pdp_fx.field_checks import described
 from pdp_fx.fingerprint import fingerprint, tables
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
+from pdp_fx.ops.finite import all_finite
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
@@ -302,7 +303,7 @@ def _broken_weight(model: nn.Module) -> str:
     """The name of a parameter that is not finite, or the empty string."""
     for name, parameter in model.named_parameters():
         ranked = parameter.is_floating_point() and parameter.layout is torch.strided
-        if ranked and not bool(torch.isfinite(parameter).all()):
+        if ranked and not all_finite(parameter):
             return name
     return ""
 

@@ -19,6 +19,7 @@ from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.granularity import rule_text
+from pdp_fx.ops.finite import all_finite
 from pdp_fx.policy import UNSET, MaskPolicy, NMPolicy, Progress
 from pdp_fx.schedule import share
 from pdp_fx.sharding import whole
@@ -256,7 +257,7 @@ def _aims_at_macs(rule: Rule) -> bool:
 
 def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
     for name, tensor in zip(names, tensors, strict=True):
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             raise SpecError(
                 f"{name}: weights are NaN or infinite, so they cannot be ranked; check the training"
             )

@@ -149,7 +149,7 @@ def _cuts(places: _Places, parts: Iterable[np.ndarray], loose: np.ndarray) -> li
 def distinct(numbers: np.ndarray) -> np.ndarray:
     """The distinct numbers of an array, sorted; for short arrays much faster than `numpy.unique`."""
     ordered = np.sort(numbers, axis=None)
-    return ordered[np.diff(ordered, prepend=-1) != 0]
+    return ordered[np.diff(ordered, prepend=ordered[:1] - 1) != 0]
 
 
 def _name(made_by: tuple[Slot, ...], seen: Counter[str]) -> str:

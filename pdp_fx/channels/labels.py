@@ -89,14 +89,19 @@ def origins(layer: Layer) -> tuple[Slot, ...]:
 
 def compress(ids: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """Shrink every axis along which both tensors are constant to size 1."""
-    for axis in range(ids.ndim):
-        if ids.shape[axis] <= 1:
-            continue
-        first_ids, first_zero = ids.narrow(axis, 0, 1), zero.narrow(axis, 0, 1)
-        strided = ids.stride(axis) == 0 and zero.stride(axis) == 0
-        if strided or (bool((ids == first_ids).all()) and bool((zero == first_zero).all())):
-            ids, zero = first_ids, first_zero
+    # First the axes that were only expanded, so that the others are compared once and not for each index.
+    for axis, strides in enumerate(zip(ids.stride(), zero.stride(), strict=True)):
+        if ids.shape[axis] > 1 and strides == (0, 0):
+            ids, zero = ids.narrow(axis, 0, 1), zero.narrow(axis, 0, 1)
+    for axis, size in enumerate(ids.shape):
+        if size > 1 and _is_constant(ids, axis) and _is_constant(zero, axis):
+            ids, zero = ids.narrow(axis, 0, 1), zero.narrow(axis, 0, 1)
     return ids.contiguous(), zero.contiguous()
+
+
+def _is_constant(tensor: Tensor, axis: int) -> bool:
+    first = tensor.narrow(axis, 0, 1)
+    return torch.equal(first, tensor.narrow(axis, 1, 1)) and bool((tensor == first).all())
 
 
 def shaped(vector: Tensor, axis: int, ndim: int) -> Tensor:
