@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -123,10 +123,21 @@ def _joined(parts: list[Images]) -> Images:
     return Images(torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts]))
 
 
-def split_off(images: Images, count: int) -> tuple[Images, Images]:
-    """All but ``count`` images, and those: the same ones whenever it is called, at random places."""
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(count))
-    return images[order[count:].sort().values], images[order[:count].sort().values]
+class Rows(Protocol):
+    """Examples that can be chosen by their places."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: Tensor, /) -> Self: ...
+
+
+AnyRows = TypeVar("AnyRows", bound=Rows)
+
+
+def split_off(data: AnyRows, count: int) -> tuple[AnyRows, AnyRows]:
+    """All but ``count`` examples, and those: the same ones whenever it is called, at random places."""
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(count))
+    return data[order[count:].sort().values], data[order[:count].sort().values]
 
 
 class Batches:

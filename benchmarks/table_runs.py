@@ -88,8 +88,10 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
     def run(self, run: AnyRun) -> Record:
         """The record of a run, from the results or from training it now."""
         found = results.load(self.out).get(run.key)
-        if found is not None:
-            return found
+        return self.train(run) if found is None else found
+
+    def train(self, run: AnyRun) -> Record:
+        """Train a run, from where it was stopped or from the beginning, and write its record down."""
         feed = self.feed(run)
         trainer = self.trainer(run, len(feed))
         state = self.states / f"{run.key.replace(' ', '_')}.pt"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import pdp_fx
-from benchmarks.data import Batches, Images
 from benchmarks.methods import Budget, Method
 from pdp_fx import MaskPolicy
 from pdp_fx.pruner import find, parameters_of
@@ -22,12 +21,26 @@ State = dict[str, Any]
 
 
 class Feed(Protocol):
-    """Batches of inputs and labels that depend on the number of the epoch only."""
+    """Batches of inputs and labels that depend on the number of the epoch only.
+
+    Labels are classes, or the probabilities of all classes, as `cross_entropy` takes them.
+    """
 
     def __len__(self) -> int: ...
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of one epoch."""
+        ...
+
+
+AnyData = TypeVar("AnyData", bound=Sized, contravariant=True)
+
+
+class Plain(Protocol[AnyData]):
+    """What makes batches of data to measure on."""
+
+    def plain(self, data: AnyData, /) -> Iterator[tuple[Tensor, Tensor]]:
+        """All of the data, unchanged."""
         ...
 
 
@@ -79,7 +92,7 @@ def _weight_optimizer(weights: list[nn.Parameter], settings: Settings) -> torch.
         {"params": [p for p in weights if p.ndim > 1], "weight_decay": settings.decay},
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, settings.rate, betas=(settings.momentum, 0.99))
+    return torch.optim.AdamW(groups, settings.rate, betas=(settings.momentum, 0.99), fused=True)
 
 
 def falling(step: int, first: int, last: int, warmup: int) -> float:
@@ -98,6 +111,7 @@ class Trainer:
         method: how it is pruned.
         budget: how long the training is.
         settings: the rest.
+        seed: of what is random in the model, such as dropout.
         done: epochs that are over.
         seconds: of training, by epoch.
         losses: mean losses, by epoch.
@@ -110,6 +124,7 @@ class Trainer:
     method: Method | None
     budget: Budget
     settings: Settings
+    seed: int = 0
     done: int = 0
     seconds: list[float] = field(default_factory=list[float])
     losses: list[float] = field(default_factory=list[float])
@@ -161,10 +176,11 @@ class Trainer:
         """Train one epoch and return the mean loss, without the methods' own terms."""
         method, self.model = self.method, self.model.train()
         self._rewind()
+        torch.manual_seed(self.seed * 1_000_003 + self.done)
         started, losses = time.perf_counter(), list[Tensor]()
-        for number, (images, labels) in enumerate(batches.epoch(self.done)):
+        for number, (inputs, labels) in enumerate(batches.epoch(self.done)):
             self._set_rates(self.done * self.budget.steps + number)
-            losses.append(self._step(images, labels))
+            losses.append(self._step(inputs, labels))
             if method is not None and method.schedule.per == "step":
                 pdp_fx.step(self.model)
         self.after_epoch(batches)
@@ -192,10 +208,11 @@ class Trainer:
             weights = [p for group in self.optimizers[0].param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(weights, self.settings.clip)
 
-    def _step(self, images: Tensor, labels: Tensor) -> Tensor:
+    def _step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.precision == "bf16"):
-            outputs = self.model(images)
-        loss = nn.functional.cross_entropy(outputs.float().flatten(0, -2), labels.flatten())
+            outputs = self.model(inputs)
+        places = outputs.ndim - 2
+        loss = nn.functional.cross_entropy(outputs.float().flatten(0, places), labels.flatten(0, places))
         whole = loss if self.method is None else loss + pdp_fx.penalty(self.model)
         whole.backward()
         self.after_backward()
@@ -259,13 +276,13 @@ def evaluating(model: nn.Module, soft: bool) -> None:
             module.train(soft)
 
 
-def accuracy(model: nn.Module, batches: Batches, images: Images, soft: bool = False) -> float:
-    """Share of the images that get their label, in float32; with the masks of training mode if ``soft``."""
+def accuracy(model: nn.Module, batches: Plain[AnyData], data: AnyData, soft: bool = False) -> float:
+    """Share of the data that gets its label, in float32; with the masks of training mode if ``soft``."""
     evaluating(model, soft)
     with torch.no_grad():
-        right = _right(model, batches.plain(images))
-    return right / len(images)
+        right = _right(model, batches.plain(data))
+    return right / len(data)
 
 
 def _right(model: nn.Module, parts: Iterable[tuple[Tensor, Tensor]]) -> int:
-    return sum(int((model(pixels).argmax(1) == labels).sum()) for pixels, labels in parts)
+    return sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in parts)
