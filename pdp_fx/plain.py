@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
 
-from pdp_fx.tracing.objects import Apply, Build, MethodOf
+from pdp_fx.tracing.objects import Apply, Bound, Build, MethodOf
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
@@ -41,6 +41,9 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
     """Put what torch and Python's library can do in the place of what only this package can."""
     if isinstance(node.target, Apply):
         node.target = _named(partial(node.target.kind.apply), node.target.__name__)
+    elif isinstance(node.target, Bound):
+        method = getattr(node.target.thing, node.target.method)
+        node.target = _named(partial(method), node.target.__name__)
     elif isinstance(node.target, Build):
         with node.graph.inserting_before(node):
             _make_object(node, node.target)

@@ -23,6 +23,7 @@ from pdp_fx.channels import (
     rules_joining,
     rules_layout,
     rules_norm,
+    rules_regions,
     rules_weights,
 )
 from pdp_fx.channels.channel_map import ChannelMap
@@ -46,6 +47,7 @@ RULE_MODULES = (
     rules_joining,
     rules_layout,
     rules_norm,
+    rules_regions,
     rules_weights,
 )
 """Imported so that their rules are registered."""
@@ -135,7 +137,7 @@ def _settle_norm(flow: LabelFlow, result: Any) -> None:
 
 def rule_of(call: Call) -> Rule:
     """The rule of an operation: its own, the pointwise one, or the one for unknown operations."""
-    known = RULES.get(call.func.overloadpacket)
+    known = RULES.get(call.func.overloadpacket, RULES.get(call.func._schema.name))
     if known is not None:
         return known
     return pointwise if is_pointwise(call.func) else _unknown

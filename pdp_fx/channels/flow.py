@@ -23,11 +23,14 @@ aten = torch.ops.aten
 
 
 Rule = Callable[[Call, "LabelFlow"], None]
-RULES: dict[torch._ops.OpOverloadPacket, Rule] = {}
+RULES: dict[torch._ops.OpOverloadPacket | str, Rule] = {}
 
 
-def rule(*packets: torch._ops.OpOverloadPacket) -> Callable[[Rule], Rule]:
-    """Register a channel rule for aten operations; a second rule for one operation is an error."""
+def rule(*packets: torch._ops.OpOverloadPacket | str) -> Callable[[Rule], Rule]:
+    """Register a channel rule for aten operations; a second rule for one operation is an error.
+
+    Other libraries' operations are known by name, "library::operation", since they need not be installed.
+    """
 
     def register(function: Rule) -> Rule:
         for packet in packets:

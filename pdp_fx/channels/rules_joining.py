@@ -42,7 +42,7 @@ def _unsqueezed(layer: Layer, axis: int) -> Layer:
 def _join(tensors: list[Tensor], axis: int, result: Tensor, flow: LabelFlow) -> None:
     """Concatenate labels along ``axis``: layers along other axes must agree, those along it line up."""
     across = [[layer for layer in flow.layers(t) if axis not in layer.support] for t in tensors]
-    layers = _tie_across(across, flow)
+    layers = tie_across(across, flow)
     joined = [[layer for layer in flow.layers(t) if axis in layer.support] for t in tensors]
     if any(joined):
         pieces = [_piece(found, t, axis, flow) for found, t in zip(joined, tensors, strict=True)]
@@ -50,7 +50,7 @@ def _join(tensors: list[Tensor], axis: int, result: Tensor, flow: LabelFlow) -> 
     flow.put(result, layers)
 
 
-def _tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
+def tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
     """Tie layers that lie along the same axes in every tensor; freeze the others."""
     across = _without_bare_axes(across, flow)
     merged: list[Layer] = []

@@ -194,17 +194,3 @@ def softmax(call: Call, flow: LabelFlow) -> None:
         for layer in flow.layers(source)
     ]
     flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,)) for m in moved if m is not None])
-
-
-@rule(aten.grid_sampler_2d, aten.grid_sampler_3d)
-def sampling(call: Call, flow: LabelFlow) -> None:
-    """Sampling at given places keeps the channels of the image and freezes everything else."""
-    image = call.args[0]
-    flow.freeze_all(call.tensors()[1:], "these values choose places of another tensor")
-    kept: list[Layer] = []
-    for layer in flow.layers(image):
-        if layer.support == frozenset({1}):
-            kept.append(Layer(layer.ids, layer.zero, (layer,)))
-        else:
-            flow.freeze(layer.ids, "it is sampled along this axis")
-    flow.put(call.result, kept)

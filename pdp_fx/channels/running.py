@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.rules_attention import keep_scale
+from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
@@ -39,7 +40,7 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.masks_norm = self.can_mask(n)
         if n.target is functional.scaled_dot_product_attention:
             keep_scale(self.flow, *self.fetch_args_kwargs_from_env(n))
-        result = self.run_unseen(n) if is_opaque(self.module, n) else super().run_node(n)
+        result = self.run_followed(n)
         if self.flow.looked and n.meta.get("opaque") == DIFFERS_BY_MODE:
             # In eval mode, too, it may take another way.
             result = self.run_unseen(n)
@@ -49,6 +50,15 @@ class _FlowInterpreter(fx.Interpreter):
             Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors
         )
         return result
+
+    def run_followed(self, node: fx.Node) -> Any:
+        """Run a node and follow the labels through it, as far as they can be."""
+        if pools_regions(self.module, node):
+            with no_dispatch():
+                result = super().run_node(node)
+            pool_regions(self.flow, *self.fetch_args_kwargs_from_env(node), result)
+            return result
+        return self.run_unseen(node) if is_opaque(self.module, node) else super().run_node(node)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the generated code would pass them: in lists and dicts that can be changed."""

@@ -1,7 +1,9 @@
 """What failed recordings have taught about a model."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from pdp_fx.tracing.objects import Bound
 from pdp_fx.tracing.steps import Recording, Whole
 
 
@@ -19,11 +21,16 @@ class Findings:
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
+    _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
     def keep_whole(self, whole: Whole, reason: str) -> None:
         """Keep a module or method whole from now on."""
         self.tried.add(whole)
         self.opaque[whole] = reason
+
+    def bound(self, thing: Any, method: str) -> Bound:
+        """The one `Bound` of a method of an object, so that two recordings hold the same."""
+        return self._bound.setdefault((id(thing), method), Bound(thing, method))
 
     def note(self, training: bool, recording: Recording) -> None:
         """Note a recording made with what is known now."""

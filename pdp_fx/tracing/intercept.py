@@ -1,6 +1,7 @@
 """Listening to a model while it runs, and telling a recorder."""
 
 import builtins
+import functools
 import importlib
 import inspect
 import sys
@@ -129,10 +130,14 @@ def _record_autocast(recorder: Recorder, context: torch.autocast) -> Step:
 
 @contextmanager
 def _methods_whole(recorder: Recorder) -> Generator[None, None, None]:
-    """Let the methods that are to stay whole tell the recorder of their calls."""
+    """Let the methods and functions that are to stay whole tell the recorder of their calls."""
     with ExitStack() as stack:
         for whole in recorder.findings.opaque:
-            if whole.method:
+            if whole.holder is not None:
+                call = _function_call(recorder, whole)
+                for owner, name in _references(recorder.model, whole):
+                    stack.enter_context(replaced(owner, name, call))
+            elif whole.method:
                 module = recorder.model.get_submodule(whole.path)
                 stack.enter_context(
                     _own_attribute(module, whole.method, _method_call(recorder, whole, module))
@@ -147,6 +152,30 @@ def _method_call(recorder: Recorder, whole: Whole, module: nn.Module) -> Callabl
         if recorder.inside:
             return method(*args, **kwargs)
         return recorder.guarded(recorder.method, whole, method, args, kwargs)
+
+    return call
+
+
+def _references(model: nn.Module, whole: Whole) -> list[tuple[Any, str]]:
+    """Where a function is looked up: in its Python module or class, and in modules that have kept it."""
+    function = getattr(whole.holder, whole.method)
+    kept = [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if value is function
+    ]
+    return [(whole.holder, whole.method), *kept]
+
+
+def _function_call(recorder: Recorder, whole: Whole) -> Callable[..., Any]:
+    function = getattr(whole.holder, whole.method)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if recorder.inside:
+            return function(*args, **kwargs)
+        return recorder.guarded(recorder.user_function, whole, function, args, kwargs)
 
     return call
 

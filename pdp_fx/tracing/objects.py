@@ -58,6 +58,26 @@ def apply_of(kind: type[Function]) -> Apply:
     return Apply(kind)
 
 
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A method of an object that a graph cannot hold as an argument, as a function of its own name.
+
+    Attributes:
+        thing: the object, whose class defines no module.
+        method: the name of the method.
+    """
+
+    thing: Any
+    method: str
+
+    @property
+    def __name__(self) -> str:
+        return self.method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.thing, self.method)(*args, **kwargs)
+
+
 class MethodOf(nn.Module):
     """A method of the traced model itself, as a module of its graph.
 

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
+from pdp_fx.tracing.blame import to_blame
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.dtypes import Dtypes
 from pdp_fx.tracing.findings import Findings
@@ -83,9 +83,13 @@ class Recorder:
         try:
             return act(*args)
         except UnrecordableError as err:
-            err.whole = err.whole or self._innermost(sys._getframe())
+            err.whole = err.whole or self._to_blame()
             self.failure = self.failure or err
             raise
+
+    def _to_blame(self) -> Whole:
+        module, path = self.model.get_submodule(self.scope.path), self.scope.path
+        return to_blame(sys._getframe(), module, path, self.paths, self.findings.tried)
 
     def function(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a torch function and record it."""
@@ -154,6 +158,18 @@ class Recorder:
             raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
         return result
 
+    def user_function(self, whole: Whole, function: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Run a function that is none of the model's methods, or a method of another object, as one step."""
+        if isinstance(whole.holder, type):
+            function, args = self.findings.bound(args[0], whole.method), args[1:]
+        with self.silent():
+            step = self.step("call_function", function, args, kwargs)
+            step.reason = self.findings.opaque[whole]
+            result = self._whole(step, function, args, kwargs)
+        if self.watch.read_weights:
+            raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
+        return result
+
     def _whole(self, step: Step, call: Call, args: Args, kwargs: Kwargs) -> Any:
         operands = list(tensors((args, kwargs)))
         buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []
@@ -163,7 +179,7 @@ class Recorder:
         if step.reason:
             self.watch.allow_drawn()
         if self.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
-            raise UnrecordableError(f"gets a number from {step.target} that depends on numbers in a tensor")
+            raise UnrecordableError(f"gets a number from {step.called} that depends on numbers in a tensor")
         result = self._commit(step, result, changed)
         if step.reason and step.reason != DIFFERS_BY_MODE:
             self._check_structure(step, result)
@@ -173,7 +189,7 @@ class Recorder:
         """Let the graph fail if something opaque returns another structure, such as no tensor at all."""
         facts = structure_of(step, result)
         if facts:
-            message = f"{step.target} returned something else than when it was traced"
+            message = f"{step.called} returned something else than when it was traced"
             self.steps.append(check_step(facts, message, step.scope, step.source))
 
     @contextmanager
@@ -268,25 +284,6 @@ class Recorder:
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.run(torch.Tensor.view_as, (tensor, tensor), {})
-
-    def _innermost(self, frame: FrameType | None) -> Whole:
-        """What has to stay whole for the sake of a frame.
-
-        That is the innermost method of one of the model's modules, other than `forward`, between the forward
-        of the current module and the frame, or else the current module.
-        """
-        while frame is not None:
-            owner, name = frame.f_locals.get("self"), frame.f_code.co_name
-            path = self.paths.get(id(owner))
-            if path == self.scope.path and name == "forward":
-                break
-            function = getattr(getattr(owner, name, None), "__func__", None)
-            if path is not None and name != "forward" and getattr(function, "__code__", None) is frame.f_code:
-                whole = Whole(path, name)
-                if whole not in self.findings.tried and not name.startswith("_call_impl"):
-                    return whole
-            frame = frame.f_back
-        return Whole(self.scope.path)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -12,14 +12,15 @@ _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.di
 
 
 @cache
-def _is_skipped(filename: str) -> bool:
-    return filename.startswith(_SKIPPED) or filename.startswith("<")
+def is_users(filename: str) -> bool:
+    """Whether a file of code is neither torch's nor of pdp_fx."""
+    return not filename.startswith((*_SKIPPED, "<"))
 
 
 def user_frame(start: FrameType | None = None) -> FrameType | None:
     """The innermost frame that lies outside torch and pdp_fx, or None."""
     frame = sys._getframe(1) if start is None else start
-    while frame is not None and _is_skipped(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -32,5 +33,5 @@ def source_line() -> str:
 
 def source_of(err: BaseException) -> str:
     """The innermost line outside torch and pdp_fx that an error came through, as `file.py:line`."""
-    lines = [f for f in traceback.extract_tb(err.__traceback__) if not _is_skipped(f.filename)]
+    lines = [f for f in traceback.extract_tb(err.__traceback__) if is_users(f.filename)]
     return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else "no user code"

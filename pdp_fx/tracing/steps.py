@@ -9,6 +9,7 @@ differently.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,12 +34,21 @@ class Scope:
 
 @dataclass(frozen=True)
 class Whole:
-    """A module, or one method of it, whose call is one step: the tracer does not look inside."""
+    """What is one step when it is called: the tracer does not look inside.
+
+    Attributes:
+        path: of a module.
+        method: the name of one method of the module, or of a function.
+        holder: the Python module or the class that has the function, if it is none of the model's methods.
+    """
 
     path: str
     method: str = ""
+    holder: ModuleType | type | None = None
 
     def __str__(self) -> str:
+        if self.holder is not None:
+            return f"{self.holder.__name__}.{self.method}"
         return f"{self.path or 'the model'}.{self.method}" if self.method else self.path
 
 
@@ -76,6 +86,11 @@ class Step:
     random: bool = False
     updates: bool = False
     reason: str = ""
+
+    @property
+    def called(self) -> str:
+        """What a reader knows the target as."""
+        return str(getattr(self.target, "__name__", self.target))
 
 
 @dataclass(frozen=True)

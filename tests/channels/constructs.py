@@ -6,6 +6,7 @@ from tests.channels.nets_convolutions import CONVOLUTIONS
 from tests.channels.nets_layout import LAYOUT
 from tests.channels.nets_norms import NORMS
 from tests.channels.nets_refusals import REFUSALS
+from tests.channels.nets_regions import REGIONS
 from tests.channels.nets_reshaping import RESHAPING
 from tests.channels.nets_sharing import SHARING
 from tests.channels.nets_sizes import SIZES
@@ -20,5 +21,6 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *NORMS,
     *WEIGHTS,
     *SIZES,
+    *REGIONS,
     *REFUSALS,
 )

@@ -1,0 +1,71 @@
+"""What has to stay whole when something in it cannot be recorded.
+
+The smaller the part, the more of the model can be seen; but a part that uses weights by itself has to be a
+module, since nobody else can mask or slice them.
+"""
+
+import inspect
+import sys
+from collections.abc import Container, Mapping
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from pdp_fx.tracing.leaves import stores_tensors
+from pdp_fx.tracing.source import is_users
+from pdp_fx.tracing.steps import Whole
+
+
+def to_blame(
+    frame: FrameType | None, module: nn.Module, path: str, paths: Mapping[int, str], tried: Container[Whole]
+) -> Whole:
+    """What has to stay whole for the sake of a frame.
+
+    That is the innermost method of one of the model's modules, other than `forward`, between the forward of
+    the current module and the frame; or else, if the current module stores tensors, the outermost function
+    there; or else the current module.
+
+    Args:
+        frame: where the recording failed.
+        module: the current module.
+        path: its path.
+        paths: the path of each module of the model, by identity.
+        tried: what was kept whole before, in vain.
+    """
+    functions: list[Whole] = []
+    while frame is not None:
+        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+        found = paths.get(id(owner))
+        if found == path and name == "forward":
+            break
+        if found is None:
+            functions += [function for function in _functions(frame) if function not in tried]
+        elif name != "forward" and _runs(getattr(getattr(owner, name, None), "__func__", None), frame.f_code):
+            whole = Whole(found, name)
+            if whole not in tried and not name.startswith("_call_impl"):
+                return whole
+        frame = frame.f_back
+    return functions[-1] if functions and stores_tensors(module) else Whole(path)
+
+
+def _functions(frame: FrameType) -> list[Whole]:
+    """The function that runs in a frame, if it is the user's and its callers look it up by its name."""
+    code = frame.f_code
+    if not is_users(code.co_filename):
+        return []
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for kind in () if isinstance(owner, nn.Module) else type(owner).__mro__:
+        if _runs(vars(kind).get(code.co_name), code):
+            return [Whole("", code.co_name, kind)]
+    callers = {} if frame.f_back is None else frame.f_back.f_globals
+    for names in (callers, frame.f_globals):
+        home = sys.modules.get(names.get("__name__", ""))
+        if home is not None and vars(home) is names and _runs(names.get(code.co_name), code):
+            return [Whole("", code.co_name, home)]
+    return []
+
+
+def _runs(function: Any, code: CodeType) -> bool:
+    """Whether calling a function, which may be decorated, runs this code."""
+    return isinstance(function, FunctionType) and getattr(inspect.unwrap(function), "__code__", None) is code

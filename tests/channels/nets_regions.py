@@ -1,0 +1,89 @@
+"""Values taken from images at given places."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision import ops  # pyright: ignore[reportMissingTypeStubs]
+
+from tests.channels.construct import Construct, conv_bn, images
+
+
+def _boxes(images: Tensor) -> Tensor:
+    """Two boxes for each image, as rows of (image, left, top, right, bottom)."""
+    numbers = torch.arange(images.shape[0], device=images.device, dtype=images.dtype).repeat_interleave(2)
+    corners = images.new_tensor([[0.0, 0.0, 3.0, 3.0], [1.0, 1.0, 5.5, 4.5]]).repeat(images.shape[0], 1)
+    return torch.cat([numbers[:, None], corners], dim=1)
+
+
+class SampledOnGrid(nn.Module):
+    """An image is sampled along a grid of places that another layer finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.places, self.out = conv_bn(3, 8), nn.Conv2d(3, 2, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = self.places(x).tanh().permute(0, 2, 3, 1)
+        return self.out(F.grid_sample(self.conv(x).relu(), grid, align_corners=False))
+
+
+class RegionsAligned(nn.Module):
+    """Regions of one image are pooled to one size."""
+
+    pool: Any = staticmethod(ops.roi_align)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = conv_bn(3, 8), nn.Linear(8 * 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.pool(self.conv(x).relu(), _boxes(x), 2).flatten(1))
+
+
+class RegionsPooled(RegionsAligned):
+    """The same with the largest value of each part."""
+
+    pool: Any = staticmethod(ops.roi_pool)
+
+
+class RegionsOfTwoScales(nn.Module):
+    """Regions are pooled from one of two images, as in a feature pyramid: both have the same channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse = conv_bn(3, 8), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.pool = ops.MultiScaleRoIAlign(["fine", "coarse"], output_size=2, sampling_ratio=2)
+        self.out = nn.Linear(8 * 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = self.fine(x).relu()
+        boxes = list(_boxes(x)[:, 1:].unflatten(0, (-1, 2)).unbind())
+        pooled = self.pool({"fine": fine, "coarse": self.coarse(fine)}, boxes, [(6, 6)] * len(boxes))
+        return self.out(pooled.flatten(1))
+
+
+def _brightest(x: Tensor) -> Tensor:
+    """The channels as they are, or the other way round."""
+    return x if x.sum() > 0 else x.flip(1)
+
+
+class ChosenByFunction(nn.Module):
+    """A function that is no module decides by its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.inner, self.out = conv_bn(3, 8), conv_bn(8, 6), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(_brightest(self.conv(x))).relu())
+
+
+REGIONS = (
+    Construct(SampledOnGrid, images(), removed=4, reason="choose places"),
+    Construct(RegionsAligned, images(), removed=4),
+    Construct(RegionsPooled, images(), removed=4),
+    Construct(RegionsOfTwoScales, images(), removed=4, batches=False),
+    Construct(ChosenByFunction, images(), removed=3, reason="_brightest decides by its data what it does"),
+)
