@@ -193,7 +193,8 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
 def histories(trainer: Trainer) -> Record:
     """What changed from epoch to epoch."""
     by_epoch = {"losses": trainer.losses, "flips": trainer.flips, "pruned": trainer.pruned}
-    return {name: [round(value, 6) for value in values] for name, values in by_epoch.items()}
+    rounded = {name: [round(value, 6) for value in values] for name, values in by_epoch.items()}
+    return {**rounded, "weights": trainer.weights}
 
 
 def machine(device: str) -> Record:

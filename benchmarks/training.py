@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pdp_fx
+from benchmarks.histograms import WeightHistogram, histogram, noted
 from benchmarks.methods import Budget, Method
 from pdp_fx import MaskPolicy
 from pdp_fx.pruner import find, parameters_of
@@ -117,6 +118,7 @@ class Trainer:
         losses: mean losses, by epoch.
         flips: share of the units that the hard masks treat otherwise than an epoch before, by epoch.
         pruned: share of the units that they prune, by epoch.
+        weights: what all prunable weights looked like after some of the epochs.
         remembered: the weights that a method goes back to, once they are known.
     """
 
@@ -130,6 +132,7 @@ class Trainer:
     losses: list[float] = field(default_factory=list[float])
     flips: list[float] = field(default_factory=list[float])
     pruned: list[float] = field(default_factory=list[float])
+    weights: list[WeightHistogram] = field(default_factory=list[WeightHistogram])
     remembered: State | None = None
 
     def __post_init__(self) -> None:
@@ -188,6 +191,8 @@ class Trainer:
         self.losses.append(torch.stack(losses).mean().item())
         self.seconds.append(time.perf_counter() - started)
         self.done += 1
+        if self.done in noted(self.budget.epochs):
+            self.weights.append(histogram(self.model, self.done))
         return self.losses[-1]
 
     def _compare_masks(self) -> None:
@@ -251,6 +256,7 @@ class Trainer:
             "losses": self.losses,
             "flips": self.flips,
             "pruned": self.pruned,
+            "weights": self.weights,
         }
         part = path.with_suffix(".part")
         torch.save(state, part)
@@ -264,7 +270,7 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.remembered, self.done = state["remembered"], state["done"]
         self.seconds, self.losses = state["seconds"], state["losses"]
-        self.flips, self.pruned = state["flips"], state["pruned"]
+        self.flips, self.pruned, self.weights = state["flips"], state["pruned"], state.get("weights", [])
         self.gone = pruned_units(self.model)
 
 

@@ -108,6 +108,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, batches: Batches
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)
     assert resumed.flips == pytest.approx(whole.flips, abs=2e-3)
     assert len(whole.flips) == len(whole.pruned) == (0 if name == "dense" else EPOCHS)
+    assert [found["epoch"] for found in resumed.weights] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("name", SEARCHED)
