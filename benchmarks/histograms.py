@@ -1,4 +1,4 @@
-"""What the weights of a model look like at some moments of its training, in few enough numbers for a record."""
+"""What the weights of a model look like at some moments of its training, small enough for a record."""
 
 from __future__ import annotations
 
