@@ -46,7 +46,7 @@ def as_text(records: Sequence[Record], epochs: int, validated: bool = False) -> 
 
 
 def _table(records: Sequence[Record], ratio: float, block: str, epochs: int, on: str) -> str:
-    groups = _by_method(records, ratio, block)
+    groups = by_method(records, ratio, block)
     if all(group[0]["method"] == "dense" for group in groups):
         return ""
     rows = [_row(group) for group in groups]
@@ -56,7 +56,7 @@ def _table(records: Sequence[Record], ratio: float, block: str, epochs: int, on:
     return f"{title}\n{tabulate(shown, HEADS, disable_numparse=True)}\n"
 
 
-def _by_method(records: Sequence[Record], ratio: float, block: str) -> list[list[Record]]:
+def by_method(records: Sequence[Record], ratio: float, block: str) -> list[list[Record]]:
     """The records of each method of a block, the dense net first."""
     chosen = [record for record in records if record["method"] == "dense"]
     chosen += [record for record in records if record["ratio"] == ratio and record["block"] == block]

@@ -14,7 +14,7 @@ COLOURS = ("#4c4c4c", "#3b6fb6", "#d1812b", "#3f8f5b", "#8a5aa8", "#b8433f")
 
 def plot_accuracy(path: Path, accuracies: Mapping[str, Sequence[float]]) -> None:
     """Draw one dot a seed and a bar at the mean; `accuracies` holds shares in [0, 1] by variant."""
-    figure, axes = _new_figure("Test accuracy of the converted models", width=1.2 * len(accuracies) + 2)
+    figure, axes = new_figure("Test accuracy of the converted models", width=1.2 * len(accuracies) + 2)
     for place, (colour, values) in enumerate(zip(COLOURS, accuracies.values(), strict=False)):
         percent = 100 * np.asarray(values)
         axes.hlines(percent.mean(), place - 0.25, place + 0.25, color=colour, linewidth=2)
@@ -29,11 +29,11 @@ def plot_sparsity(path: Path, sparsities: Mapping[str, Mapping[str, float]]) -> 
     """Draw bars: the share of each layer's weights that is gone, in [0, 1], by variant and layer."""
     layers = list(dict.fromkeys(layer for rows in sparsities.values() for layer in rows))
     height = 0.8 / len(sparsities)
-    figure, axes = _new_figure("Share of each layer's weights that is gone", height=0.35 * len(layers) + 1.5)
+    figure, axes = new_figure("Share of each layer's weights that is gone", height=0.35 * len(layers) + 1.5)
     for index, (variant, rows) in enumerate(sparsities.items()):
         places = np.arange(len(layers)) + (index - (len(sparsities) - 1) / 2) * height
         shares = [100 * rows.get(layer, 0.0) for layer in layers]
-        axes.barh(places, shares, height, color=COLOURS[index + 1], label=variant)
+        axes.barh(places, shares, height, color=COLOURS[(index + 1) % len(COLOURS)], label=variant)
     axes.set_yticks(range(len(layers)), layers)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
@@ -66,7 +66,7 @@ def plot_flips(
     path: Path, pruned: Mapping[str, Sequence[float]], restored: Mapping[str, Sequence[float]]
 ) -> None:
     """Draw the share of mask decisions that differ from an epoch before, by variant, split by direction."""
-    figure, axes = _new_figure("Mask decisions flipped since the epoch before")
+    figure, axes = new_figure("Mask decisions flipped since the epoch before")
     for colour, variant in zip(COLOURS[1:], pruned, strict=False):
         epochs = range(1, len(pruned[variant]) + 1)
         axes.plot(epochs, 100 * np.asarray(pruned[variant]), color=colour, label=f"{variant}: newly pruned")
@@ -80,7 +80,8 @@ def plot_flips(
     figure.savefig(path)
 
 
-def _new_figure(title: str, width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
+def new_figure(title: str, width: float = 7.0, height: float = 4.2) -> tuple[Figure, Axes]:
+    """An empty figure with its size in inches."""
     figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title)
