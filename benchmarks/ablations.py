@@ -154,7 +154,12 @@ class AblationTable(ImageTable[Run]):
         }
 
     def converted(self, run: Run, model: nn.Module) -> nn.Module:
-        """The model without what was pruned, also where that changes its outputs."""
+        """The model without what was pruned, also where that changes its outputs.
+
+        A model that has diverged is given back as it is, so that its record tells of it.
+        """
+        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+            return model
         if ABLATIONS[run.name].before_norms:
             usual = self.prepared(run)
             usual.load_state_dict(model.state_dict())
