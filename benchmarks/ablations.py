@@ -24,12 +24,18 @@ from torch import nn
 
 import pdp_fx
 from benchmarks import results
-from benchmarks.ablation_masks import RawNorm, RawNormMask, ThroughThreshold, mask_before_norms
+from benchmarks.ablation_masks import (
+    HardStraight,
+    RawNorm,
+    RawNormMask,
+    ThroughThreshold,
+    mask_before_norms,
+)
 from benchmarks.cifar import SKIPPED
 from benchmarks.data import Batches
 from benchmarks.methods import METHODS, Budget, Method, Policy
 from benchmarks.results import Record, spread
-from benchmarks.rivals import DNW, GMP
+from benchmarks.rivals import GMP
 from benchmarks.table_runs import ImageTable, epochs_of, histories, image_parser, machine, parsed
 from benchmarks.training import Settings, Trainer, accuracy
 
@@ -58,7 +64,7 @@ _of_channels = partial(Setting, "channels", channels=True)
 ABLATIONS: dict[str, Setting] = {
     "pdp": Setting(),
     "hard": Setting(policy=GMP),
-    "hard-ste": Setting(policy=DNW),
+    "hard-ste": Setting(policy=HardStraight),
     **{f"tau-{tau:g}": Setting(options={"tau": tau}) for tau in (1e-6, 1e-5, 1e-3, 1e-2)},
     **{f"tau-rel-{c:g}": Setting(options={"tau": f"rel:{c:g}"}) for c in (0.001, 0.01, 0.1, 1.0)},
     "through-t": Setting(policy=ThroughThreshold),

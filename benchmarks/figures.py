@@ -91,7 +91,7 @@ def draw_weights(chosen: Chosen, path: Path) -> bool:
     if not shown:
         return False
     columns = max(len(moments) for moments in shown.values())
-    figure = Figure(figsize=(3 * columns, 2.3 * len(shown)), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=(3 * columns, 2.3 * len(shown)), dpi=100, layout="constrained")
     panels = figure.subplots(len(shown), columns, squeeze=False)
     for row, (name, moments) in zip(panels, shown.items(), strict=True):
         for axes, moment in zip(row, moments, strict=False):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import pdp_fx
-from benchmarks.ablation_masks import RawNorm, RawNormMask, ThroughThreshold, mask_before_norms
+from benchmarks.ablation_masks import HardStraight, RawNorm, RawNormMask, ThroughThreshold, mask_before_norms
 from benchmarks.resnet_cifar import ResNet20
 from pdp_fx import Channels, MaskSite, PruneSpec, Schedule, Unstructured
 from pdp_fx.masks import ChannelMask, WeightMask
 from pdp_fx.policy import Producer
 from pdp_fx.softness import Softness
-from tests.benchmarks.rival_setup import close, gradients, pruning, ranked, weight
+from tests.benchmarks.rival_setup import close, gradients, marked, pruning, ranked, weight
 
 TAU = 0.05
 EXAMPLE = torch.zeros(2, 3, 32, 32)
@@ -23,6 +23,15 @@ EXAMPLE = torch.zeros(2, 3, 32, 32)
 
 def site(w: Tensor, tau: Softness | float = TAU) -> MaskSite:
     return MaskSite(("w",), Unstructured(0.5), tau, (w,))
+
+
+def test_a_hard_mask_follows_the_ramp_and_lets_every_gradient_through() -> None:
+    w, upstream = weight(4, 5), torch.randn(4, 5, dtype=torch.float64)
+    mask = pruning(HardStraight(site(w)), 16)
+    mask.advance(0.5)
+    assert torch.equal(mask(w), w.masked_fill(marked((4, 5), ranked(w.abs())[:8]), 0.0))
+    (grad,) = gradients(lambda: mask(w), upstream, w)
+    assert torch.equal(grad, upstream)
 
 
 def test_a_gradient_through_the_threshold_changes_two_weights_only() -> None:
