@@ -10,8 +10,6 @@ from pdp_fx import MaskSite, WeightPolicy
 from pdp_fx.masks import ChannelMask, WeightMask
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.ops.soft_mask import soft_mask_value
-from pdp_fx.ops.threshold import threshold
 from pdp_fx.passes.expose_parameters import swap_module
 from pdp_fx.policy import MaskPolicy
 from pdp_fx.pruner import CHILD, find
@@ -40,11 +38,11 @@ class ThroughThreshold(WeightMask):
         return torch.sigmoid((weight.square() - t.square()) / self.temperature(weight)) * weight
 
 
-class RawNormMask(ChannelMask):
-    """PDP's mask for channels of their raw L2 norms instead of their root mean squares.
+class RawNorm(ChannelMask):
+    """PDP's mask for channels by their raw L2 norms, as in the paper, instead of their root mean squares.
 
-    How many channels each group loses is decided by root mean squares all the same, so that only the
-    softness differs.
+    Groups are ranked against each other by scores relative to those of their group, so how many channels
+    each of them loses is the same where all channels of a group are made of equally many weights.
     """
 
     entries: Tensor
@@ -60,25 +58,8 @@ class RawNormMask(ChannelMask):
             entries.index_add_(0, torch.where(places < 0, site.width, places), fan)
         self.register_buffer("entries", entries[: site.width], persistent=False)
 
-    def norms(self, *weights: Tensor) -> Tensor:
-        """The L2 norm of all weights that make a channel, shape (width,)."""
-        return super().scores(*weights) * self.entries.sqrt()
-
-    def soft(self, *weights: Tensor) -> Tensor:
-        norms = self.norms(*weights)
-        t = threshold(self.ranked(norms), self.count)
-        return torch.sigmoid((norms.square() - t * t.abs()) / self.temperature(norms))
-
-    def values(self, *weights: Tensor) -> Tensor:
-        norms = self.norms(*weights).detach()
-        return soft_mask_value(norms, threshold(self.ranked(norms), self.count), self.temperature(norms))
-
-
-class RawNorm(RawNormMask):
-    """The same, with groups ranked against each other by their raw norms, too, as in the paper's text."""
-
     def scores(self, *weights: Tensor) -> Tensor:
-        return self.norms(*weights)
+        return super().scores(*weights) * self.entries.sqrt()
 
 
 def mask_before_norms(prepared: nn.Module) -> None:

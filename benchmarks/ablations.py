@@ -27,7 +27,6 @@ from benchmarks import results
 from benchmarks.ablation_masks import (
     HardStraight,
     RawNorm,
-    RawNormMask,
     ThroughThreshold,
     mask_before_norms,
 )
@@ -71,12 +70,10 @@ ABLATIONS: dict[str, Setting] = {
     "through-t-rel-0.1": Setting("tau-rel-0.1", ThroughThreshold, {"tau": "rel:0.1"}),
     "channels": _of_channels(),
     "conv-weight": _of_channels(before_norms=True),
-    "raw-norm": _of_channels(RawNormMask),
-    "raw-norm-ranked": _of_channels(RawNorm),
+    "raw-norm": _of_channels(RawNorm),
 }
 """Without soft masks: `hard` is their limit for tau to 0, in which a pruned weight has no gradient;
-`hard-ste` lets the gradient through. Of the channels' rows `raw-norm` has the counts of `channels`, and
-`raw-norm-ranked` ranks groups by raw norms, too."""
+`hard-ste` lets the gradient through."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_every_setting_trains_and_is_written_down(tmp_path: Path, capsys: pytest
     assert records["hard"]["undecided"] == records["hard-ste"]["undecided"] == 0
     soft = [records[name]["undecided"] for name in WEIGHTS if name.startswith("tau-rel")]
     assert soft == sorted(soft)
-    assert records["raw-norm"]["macs"] == pytest.approx(records["channels"]["macs"], rel=0.05)
+    assert len({records[name]["macs"] for name in ("channels", "conv-weight", "raw-norm")}) == 1
     printed = capsys.readouterr().out
     assert "Ablations, ResNet20 / CIFAR-10, 54.9% of the MACs saved by channels, 5 epochs" in printed
     assert "Ablations, ResNet20 / CIFAR-10, 86.3% of 267,696 weights, 5 epochs" in printed
