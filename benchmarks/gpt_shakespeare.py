@@ -53,6 +53,7 @@ class Run:
         epochs: of 100 steps.
         validated: whether the loss is that on held out training text, for tuning.
         layers, width, positions, batch: sizes.
+        rate: peak learning rate.
     """
 
     method: str
@@ -64,12 +65,13 @@ class Run:
     width: int = 128
     positions: int = 128
     batch: int = 12
+    rate: float = 1e-3
 
     @property
     def key(self) -> str:
         """What tells runs apart in the results."""
         amount = "" if self.ratio is None else f" {self.ratio:g}"
-        size = f"{self.layers}x{self.width} block {self.positions} batch {self.batch}"
+        size = f"{self.layers}x{self.width} block {self.positions} batch {self.batch} rate {self.rate:g}"
         on = " validation" if self.validated else ""
         return f"gpt {self.method}{amount} {size} {self.epochs * STEPS} steps seed {self.seed}{on}"
 
@@ -175,7 +177,7 @@ class TextTable(Table[Run, TextBatches]):
 
 def as_text(records: Sequence[Record], like: Run) -> str:
     """One table for each ratio of the trainings that are as long and as large as ``like``."""
-    same = ("epochs", "validated", "layers", "width", "positions", "batch")
+    same = ("epochs", "validated", "layers", "width", "positions", "batch", "rate")
     fitting = [r for r in records if all(r[name] == getattr(like, name) for name in same)]
     heads = ("method", "loss", "with soft masks", "pruned %", "parameters", "extra", "s / 100 steps")
     parts: list[str] = []
@@ -217,7 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parsed(parser, arguments)
     settings = Settings(options.rate, 0.1, 0.9, 0.05, options.precision, options.device, adam=True, clip=1.0)
     table = TextTable(options.data, options.out, options.states, settings)
-    sizes = (options.layers, options.width, options.positions, options.batch)
+    sizes = (options.layers, options.width, options.positions, options.batch, options.rate)
     like = Run("", None, 0, max(options.steps // STEPS, 2), options.validate, *sizes)
     for method in () if options.table else options.methods:
         for seed in options.seeds:

@@ -63,7 +63,8 @@ class Scores:
     """How the parameters that a method adds are trained.
 
     Attributes:
-        rate: learning rate at its peak; it falls with that of the weights. None: that of the weights.
+        rate: learning rate at its peak; it falls with that of the weights. None: that of the weights, and
+            Adam where the weights have AdamW.
         adam: Adam instead of SGD with momentum.
         decayed: whether the weight decay of the weights holds for them, too.
         nesterov: of SGD.

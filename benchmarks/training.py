@@ -151,7 +151,7 @@ class Trainer:
             scores = self.method.scores
             decay = settings.decay if scores.decayed else 0.0
             rate = settings.rate if scores.rate is None else scores.rate
-            if scores.adam:
+            if scores.adam or (scores.rate is None and settings.adam):
                 found.append(torch.optim.Adam(own, rate, weight_decay=decay))
             else:
                 sgd = torch.optim.SGD(

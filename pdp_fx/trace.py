@@ -52,7 +52,7 @@ def trace(
     Returns:
         A graph module with the parameters, buffers, layers, names and training flags of the model. Each
         node's `meta` has `source`, the line that made it, and `owner`, the path of the module it happened in;
-        where a module was kept whole, `opaque` says why.
+        where a module, method or function was kept whole, `opaque` says why.
 
     Raises:
         TraceError: the model cannot be traced; the message says where and why.

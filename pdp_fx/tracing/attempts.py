@@ -81,7 +81,7 @@ def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) ->
         name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
         raise TraceError(
             f"cannot trace {name}: it {err.reason} ({source_of(err)}); "
-            "move that part into a submodule of its own, which then stays opaque"
+            "move that part into a function or a submodule of its own, which then stays opaque"
         ) from err
     if err.instead_of is None:
         findings.keep_whole(whole, f"{err.reason} ({source_of(err)})")

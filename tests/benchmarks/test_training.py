@@ -162,3 +162,15 @@ def test_all_methods_start_from_the_same_weights_and_see_the_same_batches(batche
     assert losses == pytest.approx(losses[:1] * 3, rel=0.2)
     first = [next(iter(batches.epoch(0)))[0] for _ in range(2)]
     assert torch.equal(*first)
+
+
+@pytest.mark.parametrize(("name", "adam"), [("optg", True), ("cs", False), ("movement", True)])
+def test_scores_at_the_rate_of_the_weights_have_their_optimizer(
+    name: str, adam: bool, batches: Batches
+) -> None:
+    """Those with a rate of their own have the one that their paper names."""
+    run = trainer(name, batches)
+    run.settings = Settings(rate=0.1, adam=True)
+    weights, scores = run.fresh_optimizers()
+    assert isinstance(weights, torch.optim.AdamW)
+    assert isinstance(scores, torch.optim.Adam) == adam

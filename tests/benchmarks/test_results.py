@@ -1,0 +1,35 @@
+"""The results that are committed are those that benchmarks/README.md shows."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cifar_table, gpt_shakespeare, results
+from benchmarks.table_runs import SHORT
+
+ROOT = Path(__file__).parents[2] / "benchmarks"
+
+
+def records(name: str) -> list[results.Record]:
+    return list(results.load(ROOT / "results" / f"{name}.jsonl").values())
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        cifar_table.as_text(records("cifar"), SHORT),
+        gpt_shakespeare.as_text(records("gpt_shakespeare"), gpt_shakespeare.Run("", None, 0, 20)),
+    ],
+    ids=["cifar", "gpt"],
+)
+def test_the_tables_are_those_of_the_results(tables: str) -> None:
+    assert tables
+    readme = (ROOT / "README.md").read_text()
+    for table in tables.split("\n\n"):
+        assert table.strip() in readme
+
+
+@pytest.mark.parametrize("name", ["cifar", "gpt_shakespeare"])
+def test_a_converted_model_does_what_its_masks_did(name: str) -> None:
+    for record in records(name):
+        assert abs(record.get("converted", record["hard"]) - record["hard"]) <= 1e-3
