@@ -165,7 +165,9 @@ def _cs(budget: Budget, knob: float | None, rounds: int = 1) -> Method:
 
 
 def _optg(budget: Budget, knob: float | None) -> Method:
-    beta = 160 / budget.epochs
+    # 1 in the original's 160 epochs, a ramp of some ten epochs in their middle. Shorter trainings have a
+    # steeper one that still takes a few epochs, for scores only learn while it rises.
+    beta = max(40 / budget.epochs, 1.0)
     scores = Scores(factor=partial(ramp, epochs=budget.epochs, beta=beta))
     return Method(partial(OptG, beta=beta), Schedule.fit(budget.epochs), scores=scores)
 
