@@ -38,7 +38,7 @@ from pdp_fx.tracing.steps import (
     is_ragged,
 )
 from pdp_fx.tracing.structure import has_tensors, tensors
-from pdp_fx.tracing.watch import Watch
+from pdp_fx.tracing.watch import Watch, storage_of
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -161,20 +161,38 @@ class Recorder:
     def user_function(self, whole: Whole, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a function that is none of the model's methods, or a method of another object, as one step."""
         if isinstance(whole.holder, type):
+            # What it holds may be used in a branch that is not taken now.
+            if any(
+                self.watch.is_ours(tensor)
+                for tensor in tensors(list(getattr(args[0], "__dict__", {}).values()))
+            ):
+                raise UnrecordableError(self.findings.opaque[whole], Whole(self.scope.path), instead_of=whole)
             function, args = self.findings.bound(args[0], whole.method), args[1:]
         with self.silent():
             step = self.step("call_function", function, args, kwargs)
             step.reason = self.findings.opaque[whole]
-            result = self._whole(step, function, args, kwargs)
-        if self.watch.read_weights:
-            raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
-        return result
+            return self._whole(step, function, args, kwargs, whole)
 
-    def _whole(self, step: Step, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    def _check_given(
+        self, whole: Whole, step: Step, operands: list[torch.Tensor], result: Any, owned: frozenset[int]
+    ) -> None:
+        """Refuse a function that uses weights, or anything of this run that the graph would not give it.
+
+        It may have that from the object whose method it is, or from a global variable.
+        """
+        given = {storage_of(tensor) for tensor in operands}
+        used = self.watch.touched | {storage_of(tensor) for tensor in tensors(result)}
+        if self.watch.read_weights or not given.issuperset(used & owned):
+            raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
+
+    def _whole(self, step: Step, call: Call, args: Args, kwargs: Kwargs, alone: Whole | None = None) -> Any:
+        owned = frozenset[int]() if alone is None else self.watch.owned()
         operands = list(tensors((args, kwargs)))
         buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []
         versions = [_version(buffer) for buffer in buffers]
         result, changed = self._run_and_compare(call, args, kwargs, step, operands)
+        if alone is not None:
+            self._check_given(alone, step, operands, result, owned)
         step.updates = versions != [_version(buffer) for buffer in buffers]
         if step.reason:
             self.watch.allow_drawn()

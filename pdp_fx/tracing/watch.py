@@ -36,6 +36,7 @@ class Watch(TorchDispatchMode):
         ragged: whether it gave a size that depends on numbers.
         read_numbers: whether it read a number out of a tensor.
         read_weights: whether it used a parameter of the model.
+        touched: the storages of all tensors that its operations were given.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,6 +45,7 @@ class Watch(TorchDispatchMode):
         self.ragged = False
         self.read_numbers = False
         self.read_weights = False
+        self.touched: set[int] = set()
         self._generators = generator_states()
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
         # The weak references see to it that the identity of memory that was freed is not given out again.
@@ -56,6 +58,10 @@ class Watch(TorchDispatchMode):
         storage = storage_of(tensor)
         if storage not in self._ours:
             self._ours[storage] = StorageWeakRef(tensor.untyped_storage())
+
+    def owned(self) -> frozenset[int]:
+        """The storages of the model and of all that this run has made so far."""
+        return frozenset(self._ours)
 
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor belongs to the model or was allocated in this run."""
@@ -73,6 +79,7 @@ class Watch(TorchDispatchMode):
     def watching(self) -> Generator["Watch", None, None]:
         """Watch one call: the attributes tell about it afterwards."""
         self.random = self.ragged = self.read_numbers = self.read_weights = False
+        self.touched = set()
         state = torch.default_generator.get_state()
         yield self
         self.random = self.random or not torch.equal(state, torch.default_generator.get_state())
@@ -94,6 +101,7 @@ class Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
             self.random = True
         mine = {storage_of(tensor) for tensor in flat_tensors((args, kwargs))}
+        self.touched |= mine
         self.read_weights = self.read_weights or not mine.isdisjoint(self._weights)
         for tensor in flat_tensors(result):
             if storage_of(tensor) not in mine:

@@ -138,6 +138,47 @@ def how_many(x: Tensor) -> int:
     return int((x > 0).sum())
 
 
+class Held:
+    """An object that holds what the model has computed."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def pick(self, y: Tensor) -> Tensor:
+        return self.x if y.square().sum() < 0 else y
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Held(self.linear(x)).pick(x)
+
+
+REMEMBERED: dict[str, Tensor] = {}
+
+
+def recalled(x: Tensor) -> Tensor:
+    return REMEMBERED["x"] * (2 if x.sum() > 0 else 3)
+
+
+class Remembers(Holds):
+    def forward(self, x: Tensor) -> Tensor:
+        REMEMBERED["x"] = self.linear(x)
+        return recalled(x)
+
+
+@pytest.mark.parametrize("kind", [Holds, Remembers])
+def test_a_function_that_gets_tensors_behind_the_back_of_the_graph_keeps_its_module_whole(kind: Any) -> None:
+    """As one step it would always give what it gave while it was traced."""
+    gm = exact(nn.Sequential(nn.Linear(4, 4), kind()), BOTH, BOTH + 1, -BOTH)
+    assert list(opaque(gm)) == ["1"]
+    with pytest.raises(TraceError, match=f"the forward of {kind.__name__} itself"):
+        trace(kind(), BOTH)
+
+
 def test_functions_are_what_they_were_after_tracing() -> None:
     before = chosen, Coder.encode
     trace(CallsChosen(), BOTH)
