@@ -10,7 +10,7 @@ from pdp_fx import MaskSite, WeightPolicy
 from pdp_fx.masks import ChannelMask, WeightMask
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.passes.expose_parameters import swap_module
+from pdp_fx.passes.expose_parameters import swap_modules
 from pdp_fx.policy import MaskPolicy
 from pdp_fx.pruner import CHILD, find
 
@@ -109,6 +109,6 @@ def _mask_rows(gm: fx.GraphModule, node: fx.Node, mask: MaskPolicy) -> None:
         module = gm.get_submodule(owner)
         kind = kind_of(module)
         if kind is not None and type(module) is not kind.explicit:
-            swap_module(gm, module, reclass(module, kind.explicit))
+            swap_modules(gm, {module: reclass(module, kind.explicit)})
         with gm.graph.inserting_before(layer):
             layer.update_kwarg("weight", gm.graph.call_function(mask_axis, (read, node, 0)))

@@ -86,11 +86,6 @@ def _expose(
             swaps[module] = reclass(module, kind.explicit)
 
 
-def swap_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` in place of ``old`` everywhere in ``root``, under all its names."""
-    swap_modules(root, {old: new})
-
-
 def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
     """Put every value in place of its key everywhere in ``root``, under all its names."""
     for name, module in named_modules(root) if swaps else ():

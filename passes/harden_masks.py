@@ -16,7 +16,7 @@ from pdp_fx.masks import MaskOwnWeight
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import PLAIN
-from pdp_fx.passes.expose_parameters import swap_module
+from pdp_fx.passes.expose_parameters import swap_modules
 from pdp_fx.pruner import CHILD, Pruner, parameters_of
 
 
@@ -81,7 +81,8 @@ def _frozen_as(old: nn.Parameter, value: Tensor, fresh: bool = False) -> nn.Para
 
 def _harden_inside(gm: fx.GraphModule) -> None:
     """Write masked weights into the layers that read them by a hook."""
-    for layer in list(gm.modules()):
+    swaps: dict[nn.Module, nn.Module] = {}
+    for layer in gm.modules():
         hooks: dict[int, Any] = vars(layer)["_forward_pre_hooks"]
         for key, hook in list(hooks.items()):
             kind = kind_of(layer)
@@ -92,7 +93,8 @@ def _harden_inside(gm: fx.GraphModule) -> None:
                 swap_tensors(gm, {old: _frozen_as(old, hook.mask(old))})
             del hooks[key]
             vars(layer)["_forward_pre_hooks_with_kwargs"].pop(key, None)
-            swap_module(gm, layer, reclass(layer, kind.plain))
+            swaps[layer] = reclass(layer, kind.plain)
+    swap_modules(gm, swaps)
 
 
 def _unmask_norm(node: fx.Node) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import fx
+from torch import fx, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
@@ -23,7 +23,7 @@ from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.passes.choose_targets import Plan
-from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_module
+from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.policy import MaskSite, Producer, made
 from pdp_fx.pruner import CHILD, Pruner
 
@@ -67,8 +67,10 @@ class MaskChannels(Pass):
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, found, placed, ctx)
+        swaps: dict[nn.Module, nn.Module] = {}
         for node, axis, classes in norms:
-            _mask_norm(gm, node, axis, classes, placed, ctx)
+            _mask_norm(gm, node, axis, classes, placed, ctx, swaps)
+        swap_modules(gm, swaps)
         return True
 
 
@@ -118,17 +120,23 @@ def _mask_along(
 
 
 def _mask_norm(
-    gm: fx.GraphModule, node: fx.Node, axis: int, classes: np.ndarray, placed: Placed, ctx: Context
+    gm: fx.GraphModule,
+    node: fx.Node,
+    axis: int,
+    classes: np.ndarray,
+    placed: Placed,
+    ctx: Context,
+    swaps: dict[nn.Module, nn.Module],
 ) -> None:
-    """Give a node whose statistics run over channels the mask of those channels."""
+    """Give a node whose statistics run over channels their mask; ``swaps`` collects what takes one."""
     if not _masks_along(classes, placed):
         return
     _, mask = _mask_along(gm, node.prev, classes, f"{node.name}.{axis}", placed, ctx)
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
         kind = kind_of(module)
-        if kind is not None and type(module) is kind.plain:
-            swap_module(gm, module, reclass(module, kind.explicit))
+        if kind is not None and type(module) is kind.plain and module not in swaps:
+            swaps[module] = reclass(module, kind.explicit)
         node.update_kwarg("mask", mask)
         return
     if node.op == "call_method" or node.target is torch.mean:

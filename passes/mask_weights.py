@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.granularity import NM
@@ -13,7 +14,7 @@ from pdp_fx.masks import MaskOwnWeight, NMMask, WeightMask
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.passes.choose_targets import Plan
-from pdp_fx.passes.expose_parameters import Exposed, swap_module
+from pdp_fx.passes.expose_parameters import Exposed, swap_modules
 from pdp_fx.passes.find_sites import layers_in
 from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, made
 from pdp_fx.pruner import CHILD, Pruner
@@ -27,6 +28,7 @@ class MaskWeights(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         pruner, exposed = ctx.get(Pruner), ctx.get(Exposed)
+        masks: dict[int, MaskPolicy] = {}
         for site, rule in ctx.get(Plan).weights:
             weight = gm.get_parameter(site.parameter)
             where = MaskSite((site.parameter,), rule, ctx.spec.softness, (weight,))
@@ -35,7 +37,7 @@ class MaskWeights(Pass):
             else:
                 mask = made(where, WeightMask, WeightPolicy)
             key = pruner.add(site.parameter, mask, rule)
-            _mask_inside(gm, site.parameter, mask)
+            masks[id(weight)] = mask
             read = exposed.nodes.get(site.parameter)
             if read is None:
                 continue
@@ -45,18 +47,19 @@ class MaskWeights(Pass):
                 )
             masked.meta = dict(read.meta)
             exposed.wrap(site.parameter, masked)
-        return bool(ctx.get(Plan).weights)
+        _mask_inside(gm, masks)
+        return bool(masks)
 
 
-def _mask_inside(gm: fx.GraphModule, parameter: str, mask: MaskPolicy) -> None:
-    """Let layers inside modules that are kept whole read the masked weight."""
-    weight = gm.get_parameter(parameter)
+def _mask_inside(gm: fx.GraphModule, masks: Mapping[int, MaskPolicy]) -> None:
+    """Let layers inside modules that are kept whole read their masked weights; masks by id of the weight."""
+    swaps: dict[nn.Module, nn.Module] = {}
     for node in gm.graph.find_nodes(op="call_module"):
         whole = gm.get_submodule(str(node.target))
         for layer in layers_in(gm, node):
-            kind = kind_of(layer)
-            if layer is whole or kind is None or getattr(layer, "weight", None) is not weight:
+            kind, mask = kind_of(layer), masks.get(id(getattr(layer, "weight", None)))
+            if layer is whole or layer in swaps or kind is None or mask is None:
                 continue
-            explicit = layer if type(layer) is kind.explicit else reclass(layer, kind.explicit)
-            explicit.register_forward_pre_hook(MaskOwnWeight(mask), with_kwargs=True)
-            swap_module(gm, layer, explicit)
+            swaps[layer] = layer if type(layer) is kind.explicit else reclass(layer, kind.explicit)
+            swaps[layer].register_forward_pre_hook(MaskOwnWeight(mask), with_kwargs=True)
+    swap_modules(gm, swaps)

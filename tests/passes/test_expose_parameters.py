@@ -4,7 +4,7 @@ from torch.nn import functional
 
 from pdp_fx import NM, Channels, Unstructured
 from pdp_fx.ops.explicit import ExplicitBatchNorm2d, ExplicitConv2d
-from pdp_fx.passes.expose_parameters import Exposed, swap_module
+from pdp_fx.passes.expose_parameters import Exposed, swap_modules
 from tests.nets import at_once, listing, net, prepare_until
 
 WEIGHTS = """\
@@ -84,5 +84,5 @@ def test_a_module_is_swapped_under_all_its_names() -> None:
     old = nn.Identity()
     root.add_module("a", old)
     root.add_module("b", nn.Sequential(old))
-    swap_module(root, old, new)
+    swap_modules(root, {old: new})
     assert root.get_submodule("a") is root.get_submodule("b.0") is new
