@@ -35,7 +35,7 @@ from benchmarks.data import Batches
 from benchmarks.methods import METHODS, Budget, Method, Policy
 from benchmarks.results import Record, spread
 from benchmarks.rivals import GMP
-from benchmarks.table_runs import ImageTable, epochs_of, histories, image_parser, machine, parsed
+from benchmarks.table_runs import ImageTable, converted, epochs_of, histories, image_parser, machine, parsed
 from benchmarks.training import Settings, Trainer, accuracy
 
 
@@ -157,17 +157,12 @@ class AblationTable(ImageTable[Run]):
         }
 
     def converted(self, run: Run, model: nn.Module) -> nn.Module:
-        """The model without what was pruned, also where that changes its outputs.
-
-        A model that has diverged is given back as it is, so that its record tells of it.
-        """
-        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-            return model
+        """The model without what was pruned, also where that changes its outputs."""
         if ABLATIONS[run.name].before_norms:
             usual = self.prepared(run)
             usual.load_state_dict(model.state_dict())
             model = usual
-        return pdp_fx.convert(model)
+        return converted(model)
 
 
 Found = dict[str, dict[int, Record]]

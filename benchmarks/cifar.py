@@ -29,7 +29,7 @@ from benchmarks.cifar_table import as_text
 from benchmarks.data import Batches
 from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
 from benchmarks.results import Record
-from benchmarks.table_runs import ImageTable, epochs_of, histories, image_parser, machine, parsed
+from benchmarks.table_runs import ImageTable, converted, epochs_of, histories, image_parser, machine, parsed
 from benchmarks.training import Settings, Trainer, accuracy, own_parameters
 from pdp_fx.allocation import allocate, most_prunable
 
@@ -132,7 +132,7 @@ class Bench(ImageTable[Run]):
         if run.method == "dense":
             record["allocation"] = {f"{ratio:g}": _allocation(model, ratio) for ratio in SPARSITIES}
         elif record["sparsity"] > 0:
-            record["converted"] = accuracy(pdp_fx.convert(model), feed, images)
+            record["converted"] = accuracy(converted(model), feed, images)
         return record
 
     def search(self, run: Run, trials: int) -> None:

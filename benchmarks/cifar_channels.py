@@ -27,7 +27,7 @@ from benchmarks.peer_training import PeerTrainer
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record, spread
 from benchmarks.rivals.channel_scores import dcp_style, nisp_style, scp_style
-from benchmarks.table_runs import ImageTable, epochs_of, histories, image_parser, machine, parsed
+from benchmarks.table_runs import ImageTable, converted, epochs_of, histories, image_parser, machine, parsed
 from benchmarks.training import Feed, Settings, Trainer, accuracy
 from pdp_fx.compiler import Context, Pipeline
 from pdp_fx.passes.fix_mode import FixMode
@@ -120,7 +120,7 @@ class ChannelTable(ImageTable[Run]):
         """What is written down about a run that is over."""
         images = self.split(run.validated)[1]
         pruned = not (run.method == "dense" or run.method.startswith("tp-"))
-        small = pdp_fx.convert(trainer.model) if pruned else folded(trainer.model)
+        small = converted(trainer.model) if pruned else folded(trainer.model)
         dense = folded(ResNet20().to(self.settings.device))
         report = pdp_fx.report(small, torch.zeros(2, 3, 32, 32, device=self.settings.device))
         return {

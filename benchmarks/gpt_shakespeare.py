@@ -25,7 +25,7 @@ from benchmarks.data import load_shakespeare
 from benchmarks.gpt2 import GPT2, Config
 from benchmarks.methods import METHODS, Budget
 from benchmarks.results import Record, spread
-from benchmarks.table_runs import Table, histories, machine, parsed, table_parser
+from benchmarks.table_runs import Table, converted, histories, machine, parsed, table_parser
 from benchmarks.training import Settings, Trainer, evaluating, own_parameters
 
 STEPS = 100
@@ -162,7 +162,7 @@ class TextTable(Table[Run, TextBatches]):
             **asdict(run),
             "hard": hard,
             "soft": hard if dense else text_loss(model, ids, run.positions, soft=True),
-            "converted": hard if dense else text_loss(pdp_fx.convert(model), ids, run.positions),
+            "converted": hard if dense else text_loss(converted(model), ids, run.positions),
             "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
             "least": min(row.left / row.weights for row in rows),
             "extra": sum(parameter.numel() for parameter in own_parameters(model)),

@@ -5,6 +5,7 @@ every round; a ratio is the median over the rounds of one step against the dense
 Rounds are written to the output file as they end, and a run that is stopped goes on where it was.
 
     python -m benchmarks.overhead --model resnet18 --rounds 11
+    python -m benchmarks.overhead --table --out benchmarks/results/overhead.json
     python -m benchmarks.overhead --model all --precision fp32 bf16 --mode eager compile --device cuda
 """
 
@@ -16,21 +17,18 @@ import json
 import os
 import platform
 import random
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 import pdp_fx
 from benchmarks.overhead_memory import measure
 from benchmarks.overhead_models import METHODS, WORKLOADS, Variant, Workload, build
-
-Record = dict[str, Any]
+from benchmarks.overhead_table import Record, as_table, summary
 
 
 @dataclass(frozen=True)
@@ -147,32 +145,6 @@ def run(setting: Setting, methods: tuple[str, ...], rounds: int, out: Path) -> R
     return record
 
 
-def ratios(record: Record, method: str) -> list[float]:
-    """This method's step over the dense step, round by round."""
-    return [
-        mine / dense
-        for mine, dense in zip(record["seconds"][method], record["seconds"]["dense"], strict=True)
-    ]
-
-
-def as_table(title: str, record: Record) -> str:
-    """The record as text: medians with quartiles, and megabytes over dense."""
-    rows: list[list[str]] = []
-    dense = record["bytes"]["dense"]
-    for method in (method for method in METHODS if method in record["seconds"]):
-        seconds = record["seconds"][method]
-        found = ratios(record, method)
-        low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
-        extra = [(record["bytes"][method][spot] - dense[spot]) / 1e6 for spot in dense]
-        rows.append(
-            [method, f"{1e3 * statistics.median(seconds):.1f}", f"{middle:.3f}", f"{low:.3f}-{high:.3f}"]
-            + [f"{megabytes:+.2f}" for megabytes in extra]
-        )
-    heads = ["method", "ms", "x dense", "quartiles", "MB created", "after forward", "after backward", "peak"]
-    base = ", ".join(f"{spot} {size / 1e6:.1f}" for spot, size in dense.items())
-    return f"{title}\n{tabulate(rows, heads, disable_numparse=True)}\ndense MB: {base}\n"
-
-
 def machine(device: str) -> Record:
     """What the numbers depend on."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
@@ -213,7 +185,11 @@ def main(arguments: list[str] | None = None) -> None:
         help="cpu: seconds of the processor, for a busy machine",
     )
     parser.add_argument("--out", type=Path, default=Path("overhead.json"))
+    parser.add_argument("--table", action="store_true", help="only print a summary of the results so far")
     options = parser.parse_args(arguments)
+    if options.table:
+        print(summary(load(options.out)))
+        return
     if options.threads:
         torch.set_num_threads(options.threads)
     methods = tuple(method for method in METHODS if method in {"dense", *options.methods})

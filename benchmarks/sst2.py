@@ -29,7 +29,7 @@ from benchmarks.methods import METHODS, Budget
 from benchmarks.minilm import find_weights, pretrained, tokens
 from benchmarks.results import Record, spread
 from benchmarks.sentences import SentenceBatches, Sentences, taught
-from benchmarks.table_runs import Table, histories, machine, parsed, table_parser
+from benchmarks.table_runs import Table, converted, histories, machine, parsed, table_parser
 from benchmarks.training import Settings, Trainer, accuracy, evaluating, own_parameters
 
 PARTS = 4
@@ -162,7 +162,7 @@ class SentenceTable(Table[Run, SentenceBatches]):
             **asdict(run),
             "hard": hard,
             "soft": hard if dense else accuracy(model, feed, held, soft=True),
-            "converted": hard if dense else accuracy(pdp_fx.convert(model), feed, held),
+            "converted": hard if dense else accuracy(converted(model), feed, held),
             "test": None if run.validated else accuracy(model, feed, self.parts[2]),
             "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
             "least": min(row.left / row.weights for row in rows),

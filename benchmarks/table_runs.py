@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+import pdp_fx
 from benchmarks import results
 from benchmarks.data import Batches, Images, load_cifar10, split_off
 from benchmarks.resnet_cifar import ResNet20
@@ -195,6 +196,12 @@ def histories(trainer: Trainer) -> Record:
     by_epoch = {"losses": trainer.losses, "flips": trainer.flips, "pruned": trainer.pruned}
     rounded = {name: [round(value, 6) for value in values] for name, values in by_epoch.items()}
     return {**rounded, "weights": trainer.weights}
+
+
+def converted(model: nn.Module) -> nn.Module:
+    """What `convert` gives; a model that has diverged as it is, so that its record tells of it."""
+    finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    return pdp_fx.convert(model) if finite else model
 
 
 def machine(device: str) -> Record:

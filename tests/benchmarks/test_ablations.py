@@ -1,17 +1,14 @@
 """The ablations on a few tiny images: every setting trains, and its row says what it differs from."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import ablations
 from benchmarks.ablations import ABLATIONS, as_text
 from benchmarks.cifar_channels import DENSE_MACS
-from benchmarks.training import Trainer
 from tests.benchmarks.tiny_data import write_cifar10
 
 WEIGHTS = [name for name, setting in ABLATIONS.items() if not setting.channels]
@@ -97,25 +94,3 @@ def test_differences_are_those_of_the_same_seeds() -> None:
     assert rows["through-t-rel-0.1"][1:4] == ["60.00", "60.00", "60.00"]
     assert rows["conv-weight"][1:6] == ["69.00", "-1.00", "channels", "69.00", "30.00"]
     assert shown.count("rate 0.4, batch 128, test images") == 2
-
-
-@pytest.mark.parametrize("name", ["pdp", "through-t-rel-0.1", "raw-norm", "conv-weight"])
-def test_a_training_that_diverges_comes_to_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    write_cifar10(tmp_path, 20, 10)
-    epoch = Trainer.epoch
-
-    def diverging(self: Trainer, batches: Any) -> float:
-        if self.done == 2:
-            torch.nn.init.constant_(self.model.get_parameter("conv1.weight"), torch.nan)
-        return epoch(self, batches)
-
-    monkeypatch.setattr(Trainer, "epoch", diverging)
-    out = tmp_path / "ablations.jsonl"
-    arguments = ["--data", str(tmp_path), "--out", str(out), "--states", str(tmp_path / "s")]
-    arguments += ["--epochs", "3", "--batch", "10", "--precision", "fp32", "--ablations", name]
-    ablations.main(arguments)
-    record = next(r for r in map(json.loads, out.read_text().splitlines()) if r["name"] == name)
-    assert math.isnan(record["losses"][-1])
-    assert 0 <= record["hard"] <= 1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cifar_table, gpt_shakespeare, results
+from benchmarks import cifar_table, gpt_shakespeare, overhead, overhead_table, results
 from benchmarks.table_runs import SHORT
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
@@ -33,3 +33,8 @@ def test_the_tables_are_those_of_the_results(tables: str) -> None:
 def test_a_converted_model_does_what_its_masks_did(name: str) -> None:
     for record in records(name):
         assert abs(record.get("converted", record["hard"]) - record["hard"]) <= 1e-3
+
+
+def test_the_readme_shows_the_cost_of_the_steps_that_were_measured() -> None:
+    records = overhead.load(ROOT / "results" / "overhead.json")
+    assert overhead_table.summary(records) in (ROOT.parent / "README.md").read_text()
