@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -35,7 +34,7 @@ from benchmarks.data import Batches
 from benchmarks.methods import METHODS, Budget, Method, Policy
 from benchmarks.results import Record, spread
 from benchmarks.rivals import GMP
-from benchmarks.table_runs import ImageTable, converted, epochs_of, histories, image_parser, machine, parsed
+from benchmarks.table_runs import ImageTable, converted, epochs_of, image_parser, parsed
 from benchmarks.training import Settings, Trainer, accuracy
 
 
@@ -140,8 +139,6 @@ class AblationTable(ImageTable[Run]):
         rows = [row for row in report.rows if row.soft is not None]
         size = sum(row.weights for row in rows)
         return {
-            "key": run.key,
-            **asdict(run),
             "hard": accuracy(model, feed, images),
             "soft": accuracy(model, feed, images, soft=True),
             "converted": accuracy(self.converted(run, model), feed, images),
@@ -149,11 +146,6 @@ class AblationTable(ImageTable[Run]):
             "undecided": sum((row.soft or 0.0) * row.weights for row in rows) / size,
             "macs": report.macs_left,
             "layers": {row.layer: [row.left, row.weights] for row in rows},
-            "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            **histories(trainer),
-            "settings": asdict(trainer.settings),
-            "machine": machine(self.settings.device),
-            "date": time.strftime("%Y-%m-%d"),
         }
 
     def converted(self, run: Run, model: nn.Module) -> nn.Module:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,8 +28,8 @@ from benchmarks.cifar_table import as_text
 from benchmarks.data import Batches
 from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
 from benchmarks.results import Record
-from benchmarks.table_runs import ImageTable, converted, epochs_of, histories, image_parser, machine, parsed
-from benchmarks.training import Settings, Trainer, accuracy, own_parameters
+from benchmarks.table_runs import ImageTable, converted, epochs_of, image_parser, parsed
+from benchmarks.training import Settings, Trainer, accuracy
 from pdp_fx.allocation import allocate, most_prunable
 
 SKIPPED = {"fc": None, r"re:.*\.shortcut": None}
@@ -113,21 +112,13 @@ class Bench(ImageTable[Run]):
         rows = [row for row in report.rows if not _skipped(row.layer)]
         hard = accuracy(model, feed, images)
         record: Record = {
-            "key": run.key,
-            **asdict(run),
             "hard": hard,
             "soft": hard if run.method == "dense" else accuracy(model, feed, images, soft=True),
             "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
             "least": min(row.left / row.weights for row in rows),
             "macs": report.macs_left,
-            "extra": sum(parameter.numel() for parameter in own_parameters(model)),
             "parameters": sum(p.numel() for p in model.parameters()),
             "layers": {row.layer: [row.left, row.weights] for row in rows},
-            "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            **histories(trainer),
-            "settings": asdict(trainer.settings),
-            "machine": machine(self.settings.device),
-            "date": time.strftime("%Y-%m-%d"),
         }
         if run.method == "dense":
             record["allocation"] = {f"{ratio:g}": _allocation(model, ratio) for ratio in SPARSITIES}

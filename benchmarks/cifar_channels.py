@@ -13,7 +13,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from tabulate import tabulate
@@ -27,7 +27,7 @@ from benchmarks.peer_training import PeerTrainer
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record, spread
 from benchmarks.rivals.channel_scores import dcp_style, nisp_style, scp_style
-from benchmarks.table_runs import ImageTable, converted, epochs_of, histories, image_parser, machine, parsed
+from benchmarks.table_runs import ImageTable, converted, epochs_of, image_parser, parsed
 from benchmarks.training import Feed, Settings, Trainer, accuracy
 from pdp_fx.compiler import Context, Pipeline
 from pdp_fx.passes.fix_mode import FixMode
@@ -124,19 +124,12 @@ class ChannelTable(ImageTable[Run]):
         dense = folded(ResNet20().to(self.settings.device))
         report = pdp_fx.report(small, torch.zeros(2, 3, 32, 32, device=self.settings.device))
         return {
-            "key": run.key,
-            **asdict(run),
             "hard": accuracy(small, feed, images),
             "soft": accuracy(trainer.model, feed, images, soft=True),
             "macs": report.macs,
             "parameters": report.parameters,
             "latency": latency(small, dense, self.settings.device),
             "widths": {row.layer: row.shape[0] for row in report.rows},
-            "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            **histories(trainer),
-            "settings": asdict(trainer.settings),
-            "machine": machine(self.settings.device),
-            "date": time.strftime("%Y-%m-%d"),
         }
 
 

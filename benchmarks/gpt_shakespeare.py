@@ -10,9 +10,8 @@ last tenth of the text, with hard masks; a tenth of the rest is held out for tun
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -25,8 +24,8 @@ from benchmarks.data import load_shakespeare
 from benchmarks.gpt2 import GPT2, Config
 from benchmarks.methods import METHODS, Budget
 from benchmarks.results import Record, spread
-from benchmarks.table_runs import Table, converted, histories, machine, parsed, table_parser
-from benchmarks.training import Settings, Trainer, evaluating, own_parameters
+from benchmarks.table_runs import Table, converted, parsed, table_parser
+from benchmarks.training import Settings, Trainer, evaluating
 
 STEPS = 100
 """Optimizer steps that count as an epoch."""
@@ -158,20 +157,12 @@ class TextTable(Table[Run, TextBatches]):
         hard = text_loss(model, ids, run.positions)
         dense = run.method == "dense"
         return {
-            "key": run.key,
-            **asdict(run),
             "hard": hard,
             "soft": hard if dense else text_loss(model, ids, run.positions, soft=True),
             "converted": hard if dense else text_loss(converted(model), ids, run.positions),
             "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
             "least": min(row.left / row.weights for row in rows),
-            "extra": sum(parameter.numel() for parameter in own_parameters(model)),
             "parameters": sum(p.numel() for p in model.parameters()),
-            "seconds": sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            **histories(trainer),
-            "settings": asdict(trainer.settings),
-            "machine": machine(self.settings.device),
-            "date": time.strftime("%Y-%m-%d"),
         }
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import random
 import time
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor
 
 import pdp_fx
+from benchmarks.machine import machine
 from benchmarks.overhead_memory import measure
 from benchmarks.overhead_models import METHODS, WORKLOADS, Variant, Workload, build
 from benchmarks.overhead_table import Record, as_table, summary
@@ -143,17 +142,6 @@ def run(setting: Setting, methods: tuple[str, ...], rounds: int, out: Path) -> R
     record["machine"] = machine(setting.device)
     save(out, records)
     return record
-
-
-def machine(device: str) -> Record:
-    """What the numbers depend on."""
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    return {
-        "name": name,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-    }
 
 
 def load(out: Path) -> dict[str, Record]:

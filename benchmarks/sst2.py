@@ -12,9 +12,8 @@ Pruned are the linear layers of the encoder; embeddings, norms, biases and the l
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -29,8 +28,8 @@ from benchmarks.methods import METHODS, Budget
 from benchmarks.minilm import find_weights, pretrained, tokens
 from benchmarks.results import Record, spread
 from benchmarks.sentences import SentenceBatches, Sentences, taught
-from benchmarks.table_runs import Table, converted, histories, machine, parsed, table_parser
-from benchmarks.training import Settings, Trainer, accuracy, evaluating, own_parameters
+from benchmarks.table_runs import Table, converted, mean_seconds, parsed, table_parser
+from benchmarks.training import Settings, Trainer, accuracy, evaluating
 
 PARTS = 4
 """Parts of a pass over the sentences that count as epochs, so that a ramp has more than a few steps."""
@@ -158,8 +157,6 @@ class SentenceTable(Table[Run, SentenceBatches]):
         rows = [row for row in report.rows if row.layer.startswith("encoder.")]
         hard = accuracy(model, feed, held)
         return {
-            "key": run.key,
-            **asdict(run),
             "hard": hard,
             "soft": hard if dense else accuracy(model, feed, held, soft=True),
             "converted": hard if dense else accuracy(converted(model), feed, held),
@@ -167,13 +164,8 @@ class SentenceTable(Table[Run, SentenceBatches]):
             "sparsity": 1 - sum(row.left for row in rows) / sum(row.weights for row in rows),
             "least": min(row.left / row.weights for row in rows),
             "macs": report.macs_left,
-            "extra": sum(parameter.numel() for parameter in own_parameters(model)),
             "parameters": sum(p.numel() for p in model.parameters()),
-            "seconds": PARTS * sum(trainer.seconds) / max(len(trainer.seconds), 1),
-            **histories(trainer),
-            "settings": asdict(trainer.settings),
-            "machine": machine(self.settings.device),
-            "date": time.strftime("%Y-%m-%d"),
+            "seconds": PARTS * mean_seconds(trainer),
         }
 
 

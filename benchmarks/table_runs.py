@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import platform
+import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from torch import nn
 import pdp_fx
 from benchmarks import results
 from benchmarks.data import Batches, Images, load_cifar10, split_off
+from benchmarks.machine import machine
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
-from benchmarks.training import Feed, Settings, Trainer
+from benchmarks.training import Feed, Settings, Trainer, own_parameters
 
 SHORT = 16
 """Epochs of the short recipe."""
@@ -84,7 +85,7 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
 
     @abstractmethod
     def measured(self, run: AnyRun, trainer: Trainer, feed: AnyFeed) -> Record:
-        """What is written down about a run that is over."""
+        """What the table shows of a run that is over, beside the `facts`."""
 
     def run(self, run: AnyRun) -> Record:
         """The record of a run, from the results or from training it now."""
@@ -108,7 +109,7 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
                 flush=True,
             )
             trainer.save(state)
-        record = self.measured(run, trainer, feed)
+        record = facts(run, trainer) | self.measured(run, trainer, feed)
         results.add(self.out, record)
         state.unlink(missing_ok=True)
         return record
@@ -191,20 +192,28 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
     return options
 
 
-def histories(trainer: Trainer) -> Record:
-    """What changed from epoch to epoch."""
+def mean_seconds(trainer: Trainer) -> float:
+    """Of an epoch; 0 without one."""
+    return sum(trainer.seconds) / max(len(trainer.seconds), 1)
+
+
+def facts(run: Keyed, trainer: Trainer) -> Record:
+    """What the record of every run tells, whatever the table."""
     by_epoch = {"losses": trainer.losses, "flips": trainer.flips, "pruned": trainer.pruned}
-    rounded = {name: [round(value, 6) for value in values] for name, values in by_epoch.items()}
-    return {**rounded, "weights": trainer.weights}
+    return {
+        "key": run.key,
+        **asdict(cast(Any, run)),
+        "extra": sum(parameter.numel() for parameter in own_parameters(trainer.model)),
+        "seconds": mean_seconds(trainer),
+        **{name: [round(value, 6) for value in values] for name, values in by_epoch.items()},
+        "weights": trainer.weights,
+        "settings": asdict(trainer.settings),
+        "machine": machine(trainer.settings.device),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def converted(model: nn.Module) -> nn.Module:
     """What `convert` gives; a model that has diverged as it is, so that its record tells of it."""
     finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     return pdp_fx.convert(model) if finite else model
-
-
-def machine(device: str) -> Record:
-    """What times depend on."""
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    return {"name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
