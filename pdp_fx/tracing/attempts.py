@@ -32,7 +32,7 @@ class Recordings:
 
 
 def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
-    """Record until both modes go through; each failure makes one more module or method opaque.
+    """Record until both modes go through; each failure makes more modules, methods or functions opaque.
 
     Args:
         model: the model; it is not modified.
@@ -73,18 +73,21 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
             findings.note(training, recording)
         except UnrecordableError as err:
             _keep_whole(model, err, findings)
+            for other in err.more:
+                if other.whole not in (None, Whole(""), *findings.tried):
+                    _keep_whole(model, other, findings)
 
 
 def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:
-    whole = err.whole or Whole("")
+    whole, source = err.whole or Whole(""), err.source or source_of(err)
     if whole == Whole("") or whole in findings.tried:
         name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
         raise TraceError(
-            f"cannot trace {name}: it {err.reason} ({source_of(err)}); "
+            f"cannot trace {name}: it {err.reason} ({source}); "
             "move that part into a function or a submodule of its own, which then stays opaque"
         ) from err
     if err.instead_of is None:
-        findings.keep_whole(whole, f"{err.reason} ({source_of(err)})")
+        findings.keep_whole(whole, f"{err.reason} ({source})")
     else:
         findings.opaque.pop(err.instead_of, None)
         findings.keep_whole(whole, err.reason)

@@ -8,7 +8,7 @@ from pdp_fx.tracing import functions
 from pdp_fx.tracing.expressions import only_checks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder
 from pdp_fx.tracing.source import source_line, user_frame
-from pdp_fx.tracing.steps import Expr, UnrecordableError, is_data
+from pdp_fx.tracing.steps import Expr, NumberReadError, UnrecordableError, is_data
 
 
 def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -19,7 +19,8 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
             return recorder.function(torch.Tensor.requires_grad_, args, kwargs)
         raise UnrecordableError(f"sets the attribute {name} of a tensor")
     if name in functions.SIZES and recorder.origins.is_ragged(args):
-        raise UnrecordableError(f"reads a size that depends on the numbers in a tensor ({name})")
+        sizes = recorder.run(function, args, kwargs)
+        raise NumberReadError(f"reads a size that depends on the numbers in a tensor ({name})", sizes)
     read = _READS.get(name)
     if read is not None and args and isinstance(args[0], torch.Tensor):
         return read(recorder, *args, **kwargs)
@@ -60,10 +61,10 @@ def _dtype(recorder: Recorder, tensor: torch.Tensor) -> torch.dtype:
 
 
 def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
-    value = recorder.origins.value(tensor)
+    value, number = recorder.origins.value(tensor), recorder.run(torch.Tensor.item, (tensor,), {})
     if is_data(value):
-        raise UnrecordableError("uses the number in a tensor (item)")
-    return recorder.live(recorder.run(torch.Tensor.item, (tensor,), {}), "item", value)
+        raise NumberReadError("uses the number in a tensor (item)", number)
+    return recorder.live(number, "item", value)
 
 
 def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
@@ -73,7 +74,7 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
         return truth
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):
-        raise UnrecordableError("branches on the numbers in a tensor")
+        raise NumberReadError("branches on the numbers in a tensor", truth)
     check(recorder, tensor if truth else recorder.function(torch.logical_not, (tensor,), {}))
     return truth
 

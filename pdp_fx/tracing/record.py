@@ -22,7 +22,7 @@ def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Record
 
     Raises:
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or
-        method.
+            method.
     """
     recorder = Recorder(model, findings)
     try:
@@ -30,5 +30,8 @@ def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Record
         with listening(recorder):
             result = model(*call.args, **call.kwargs)
         return replace(recorder.finish(result), outcome=outcome(model, result))
+    except Exception as err:
+        recorder.failures.check(err)
+        raise
     finally:
         recorder.session.open = False

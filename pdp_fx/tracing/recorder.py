@@ -4,7 +4,6 @@ The recorder is told of every torch function and every module call (`intercept.p
 graph cannot express raises `UnrecordableError`, which says what has to stay whole; the caller records again.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -15,9 +14,9 @@ from torch import nn
 
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
-from pdp_fx.tracing.blame import to_blame
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.dtypes import Dtypes
+from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import Apply
@@ -29,6 +28,7 @@ from pdp_fx.tracing.steps import (
     DIFFERS_BY_MODE,
     Attribute,
     Expr,
+    NumberReadError,
     Recording,
     Scope,
     Step,
@@ -62,7 +62,7 @@ class Recorder:
         self.scope = Scope("")
         self.scopes = {self.scope}
         self.inside = False
-        self.failure: UnrecordableError | None = None
+        self.failures = Failures(model, self.paths, findings.tried)
         self.watch = Watch(model)
         self.origins = Origins(model, self.watch, self._alias)
         self.arguments = Arguments(self.origins, self.session)
@@ -79,17 +79,11 @@ class Recorder:
         return step, self.origins.adopt(example, step)
 
     def guarded(self, act: Call, *args: Any) -> Any:
-        """Act for the model; a refusal is remembered even if the model catches the error."""
+        """Act for the model; what cannot be recorded is noted, and where it can the run goes on."""
         try:
             return act(*args)
         except UnrecordableError as err:
-            err.whole = err.whole or self._to_blame()
-            self.failure = self.failure or err
-            raise
-
-    def _to_blame(self) -> Whole:
-        module, path = self.model.get_submodule(self.scope.path), self.scope.path
-        return to_blame(sys._getframe(), module, path, self.paths, self.findings.tried)
+            return self.failures.go_on(err, self.scope.path)
 
     def function(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a torch function and record it."""
@@ -126,7 +120,7 @@ class Recorder:
             self.steps.append(step)
             return result
         if any(is_data(value) for value in all_values((step.args, step.kwargs))):
-            raise UnrecordableError(f"uses the numbers in a tensor ({name})")
+            raise NumberReadError(f"uses the numbers in a tensor ({name})", result)
         return result
 
     def module(self, module: nn.Module, call: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -242,8 +236,7 @@ class Recorder:
 
     def finish(self, result: Any) -> Recording:
         """The recording of a run that is over and gave this result."""
-        if self.failure is not None:
-            raise self.failure
+        self.failures.check()
         self._leave(self.model, self._buffers)
         return Recording(tuple(self.steps), self.arguments.output(result), frozenset(self.scopes))
 

@@ -143,6 +143,8 @@ class UnrecordableError(Exception):
         reason: what it does, as the end of a sentence that begins with the module.
         whole: what has to stay whole, for now None if that is the innermost module or method.
         instead_of: what was kept whole in vain.
+        source: the line that does it, if the run has gone on from there; else it is in the traceback.
+        more: what else the same run has shown.
     """
 
     def __init__(self, reason: str, whole: "Whole | None" = None, instead_of: "Whole | None" = None) -> None:
@@ -150,6 +152,22 @@ class UnrecordableError(Exception):
         self.reason = reason
         self.whole = whole
         self.instead_of = instead_of
+        self.source = ""
+        self.more: tuple[UnrecordableError, ...] = ()
+
+
+class NumberReadError(UnrecordableError):
+    """Raised when a number that depends on data is read.
+
+    The recording is lost, but the run can go on with the number, to see what else would be lost.
+
+    Attributes:
+        number: what was read: a number, or a structure of numbers.
+    """
+
+    def __init__(self, reason: str, number: Any) -> None:
+        super().__init__(reason)
+        self.number = number
 
 
 def is_data(value: Any) -> bool:

@@ -243,3 +243,30 @@ class Mapped(nn.Module):
 def test_a_part_that_maps_over_a_batch_stays_whole() -> None:
     gm = exact(Around(Mapped()), torch.randn(2, 4), torch.randn(3, 4))
     assert "torch.vmap" in opaque(gm)["inner"]
+
+
+class DecidesOften(nn.Module):
+    """Many parts that decide by their data; remembers how often it was run."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(Decides() for _ in range(parts)))
+        self.last, self.runs = nn.Linear(4, 2), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[0] += 1
+        return self.last(self.parts(x))
+
+
+def test_one_run_finds_all_parts_that_decide() -> None:
+    runs: dict[int, int] = {}
+    for parts in (2, 7):
+        model = DecidesOften(parts)
+        gm = trace(model, torch.randn(3, 4))
+        runs[parts] = model.runs[0]
+        reasons = opaque(gm)
+        assert list(reasons) == [f"parts.{place}" for place in range(parts)]
+        for reason in reasons.values():
+            assert reason.startswith("branches on the numbers in a tensor (test_opaque.py:")
+    assert runs[2] == runs[7]
+    exact(DecidesOften(3), torch.randn(3, 4))
