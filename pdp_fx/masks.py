@@ -68,7 +68,8 @@ class WeightMask(Tempered, WeightPolicy):
     def soft(self, weight: Tensor) -> Tensor:
         if self.idle(weight):
             return weight
-        return soft_mask(weight, self._threshold(weight), self.temperature(weight))
+        pruned = self.pruned(weight) if self.tau.hard else None
+        return soft_mask(weight, self._threshold(weight), self.temperature(weight), pruned)
 
     def values(self, *weights: Tensor) -> Tensor:
         return soft_mask_value(weights[0], self._threshold(weights[0]), self.temperature(weights[0]))
@@ -86,7 +87,8 @@ class NMMask(Tempered, NMPolicy):
     def soft(self, weight: Tensor) -> Tensor:
         if self.idle(weight):
             return weight
-        return nm_soft_mask(weight, self.of, self.count, self.temperature(weight))
+        pruned = self.pruned(weight) if self.tau.hard else None
+        return nm_soft_mask(weight, self.of, self.count, self.temperature(weight), pruned)
 
     def values(self, *weights: Tensor) -> Tensor:
         t = nm_threshold(weights[0], self.of, self.count)
@@ -100,7 +102,8 @@ class ChannelMask(Tempered, ChannelPolicy):
     def soft(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights)
         t = threshold(self.ranked(scores), self.count)
-        return torch.sigmoid((scores.square() - t * t.abs()) / self.temperature(scores))
+        mask = torch.sigmoid((scores.square() - t * t.abs()) / self.temperature(scores))
+        return self.hard(*weights).detach() + (mask - mask.detach()) if self.tau.hard else mask
 
     def values(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights).detach()

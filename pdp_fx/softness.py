@@ -23,11 +23,13 @@ class Softness:
         start: tau, or its factor, while nothing is pruned; above 0.
         end: the same at the full target; above 0. None means that it stays what it is.
         relative: whether the mean square of the layer's weights is a factor of tau.
+        hard: whether layers compute with hard masks in training, too, and only the gradient is soft.
     """
 
     start: float
     end: float | None = None
     relative: bool = False
+    hard: bool = False
 
     @classmethod
     def parse(cls, tau: float | str, end: float | None) -> Self:
@@ -54,7 +56,9 @@ class Softness:
 
     def __str__(self) -> str:
         end = "" if self.end is None else f"..{self.end:g}"
-        return f"{RELATIVE if self.relative else ''}{self.start:g}{end}"
+        return (
+            f"{RELATIVE if self.relative else ''}{self.start:g}{end}{', hard forward' if self.hard else ''}"
+        )
 
 
 def _factor(text: str) -> float:

@@ -5,7 +5,7 @@ costs no training time. A spec goes to a dict, to TOML and back without loss.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, final
 
@@ -34,6 +34,7 @@ from pdp_fx.spec_text import (
 )
 
 Allocation: TypeAlias = Literal["global", "uniform"]
+Forward: TypeAlias = Literal["soft", "hard"]
 
 _PAPER_SCHEDULE = Schedule()
 
@@ -59,6 +60,10 @@ class PruneSpec:
         min_keep: under global allocation no layer keeps less than this share of what uniform allocation would
             keep, from 0 (the paper's unguarded ranking) to 1 (uniform).
         tau_end: what the number in tau has become, geometrically, when the target is reached; None keeps it.
+        forward: what layers compute with in training mode: "soft", w m as in the paper (equation 1), or
+            "hard", what they have in eval mode. The gradient is that of the soft mask (equation 2) either
+            way, so "hard" is a straight-through estimator (Bengio et al., 2013, arXiv:1308.3432): the masks
+            of training and of eval mode are the same, however large tau is.
 
     Raises:
         SpecError: a value is impossible or of the wrong type, a key is given twice, or nothing is pruned.
@@ -76,6 +81,7 @@ class PruneSpec:
     allocation: Allocation
     min_keep: float
     tau_end: float | None
+    forward: Forward
 
     def __init__(
         self,
@@ -86,6 +92,7 @@ class PruneSpec:
         allocation: Allocation = "global",
         min_keep: float = 0.25,
         tau_end: float | None = None,
+        forward: Forward = "soft",
     ) -> None:
         store(
             self,
@@ -96,13 +103,14 @@ class PruneSpec:
             allocation=one_of("PruneSpec: allocation", allocation, ("global", "uniform")),
             min_keep=finite_number("PruneSpec: min_keep", min_keep),
             tau_end=None if tau_end is None else finite_number("PruneSpec: tau_end", tau_end),
+            forward=one_of("PruneSpec: forward", forward, ("soft", "hard")),
         )
         self._check_ranges()
 
     @property
     def softness(self) -> Softness:
-        """What `tau` and `tau_end` say together."""
-        return Softness.parse(self.tau, self.tau_end)
+        """What `tau`, `tau_end` and `forward` say together."""
+        return replace(Softness.parse(self.tau, self.tau_end), hard=self.forward == "hard")
 
     def rule_for(self, name: str, module: nn.Module | type[nn.Module]) -> Rule | None:
         """The rule for the parameters of the module `name`, an instance or a type; None if it is skipped."""
@@ -140,6 +148,7 @@ class PruneSpec:
             "allocation": self.allocation,
             "min_keep": self.min_keep,
             **({} if self.tau_end is None else {"tau_end": self.tau_end}),
+            **({} if self.forward == "soft" else {"forward": self.forward}),
             "schedule": fields_to_plain(self.schedule),
             "overrides": {storable_key(key): rule_to_plain(rule) for key, rule in self.overrides},
         }

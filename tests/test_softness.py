@@ -1,3 +1,5 @@
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,14 +16,20 @@ every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 RAMP = Schedule(start=0, epsilon=0.25, per="step")
 
 
-def masked(rule: Rule, tau: float | str, tau_end: float | None = None, scale: float = 1.0) -> nn.Module:
+def masked(
+    rule: Rule,
+    tau: float | str,
+    tau_end: float | None = None,
+    scale: float = 1.0,
+    forward: Literal["soft", "hard"] = "soft",
+) -> nn.Module:
     """A net half of the way, its weights scaled."""
     torch.manual_seed(0)
     net = Net()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(scale)
-    spec = PruneSpec(rule, schedule=RAMP, tau=tau, tau_end=tau_end)
+    spec = PruneSpec(rule, schedule=RAMP, tau=tau, tau_end=tau_end, forward=forward)
     model = pdp_fx.prepare(net, spec, batch()[0])
     for _ in range(2):
         pdp_fx.step(model)
@@ -37,6 +45,7 @@ def test_tau_is_parsed_and_printed() -> None:
     assert Softness.parse(1e-4, None) == Softness(1e-4)
     assert Softness.parse("rel:0.1", 0.01) == Softness(0.1, 0.01, relative=True)
     assert [str(Softness(1e-4)), str(Softness(0.1, 0.01, relative=True))] == ["0.0001", "rel:0.1..0.01"]
+    assert str(Softness(0.1, hard=True)) == "0.1, hard forward"
     assert Softness(1e-4).constant
     assert not Softness(1e-4, 1e-5).constant
 
@@ -86,9 +95,37 @@ def test_a_falling_tau_hardens_the_masks_and_follows_the_schedule(rule: Rule, ta
 
 
 @every_rule
-def test_a_relative_falling_tau_compiles_in_one_graph(rule: Rule) -> None:
+def test_a_hard_forward_has_the_masks_of_eval_mode_and_the_gradient_of_the_soft_ones(rule: Rule) -> None:
+    soft, hard = masked(rule, "rel:1"), masked(rule, "rel:1", forward="hard")
+    for (_, one), (_, other) in zip(state(soft).mask_items(), state(hard).mask_items(), strict=True):
+        weights = [hard.get_parameter(name).detach().requires_grad_() for name in other.parameters_read]
+        given, wanted, shown = one(*weights), other(*weights), other.eval()(*weights)
+        assert wanted.equal(shown)
+        assert not given.equal(wanted)
+        direction = torch.randn_like(given)
+        gradients = [torch.autograd.grad(out, weights, direction) for out in (given, wanted)]
+        for expected, got in zip(*gradients, strict=True):
+            assert got.equal(expected)
+            assert got.any()
+
+
+@every_rule
+def test_a_model_with_a_hard_forward_computes_in_training_what_it_converts_to(rule: Rule) -> None:
+    model = masked(rule, "rel:1", forward="hard")
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    images = batch()[0]
+    small = pdp_fx.convert(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), small(images), rtol=1e-4, atol=1e-5)
+
+
+@every_rule
+@pytest.mark.parametrize("forward", ["soft", "hard"])
+def test_a_relative_falling_tau_compiles_in_one_graph(rule: Rule, forward: Literal["soft", "hard"]) -> None:
     torch.compiler.reset()
-    eager, twin = masked(rule, "rel:0.3", 0.01), masked(rule, "rel:0.3", 0.01)
+    eager, twin = (masked(rule, "rel:0.3", 0.01, forward=forward) for _ in range(2))
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     eager_sgd, twin_sgd = sgd(eager), sgd(twin)
     for seed in range(4):

@@ -74,6 +74,7 @@ def test_the_guard_may_be_anything_from_off_to_uniform(min_keep: float) -> None:
         ({"default": NM(2, 4), "tau": "rel:-1"}, "tau must be .*, got 'rel:-1'"),
         ({"default": NM(2, 4), "tau": None}, "tau must be a number, got None"),
         ({"default": NM(2, 4), "tau_end": 0}, "tau_end must be above 0, got 0; leave it out"),
+        ({"default": NM(2, 4), "forward": "firm"}, "forward must be"),
         (
             {"default": NM(2, 4), "min_keep": 1.5},
             r"min_keep must lie between 0 \(unguarded\) and 1 \(uniform\), got 1\.5",

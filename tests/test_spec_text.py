@@ -59,6 +59,7 @@ specs = st.builds(
     allocation=st.sampled_from(["global", "uniform"]),
     min_keep=st.floats(0, 1),
     tau_end=st.one_of(st.none(), st.floats(0, 1e6, exclude_min=True)),
+    forward=st.sampled_from(["soft", "hard"]),
 )
 
 
