@@ -16,7 +16,8 @@ import pdp_fx
 from benchmarks.histograms import WeightHistogram, histogram, noted
 from benchmarks.methods import Budget, Method
 from pdp_fx import MaskPolicy
-from pdp_fx.pruner import find, parameters_of
+from pdp_fx.planning import parameters_of
+from pdp_fx.pruner import find
 
 State = dict[str, Any]
 

@@ -17,7 +17,8 @@ from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import PLAIN
 from pdp_fx.passes.expose_parameters import swap_modules
-from pdp_fx.pruner import CHILD, Pruner, parameters_of
+from pdp_fx.planning import parameters_of
+from pdp_fx.pruner import CHILD, Pruner
 
 
 @dataclass(frozen=True)

@@ -6,26 +6,19 @@ buffer of it or of its masks, registered in graph order, so that resuming is ``l
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded
-from pdp_fx.channel_policy import ChannelPolicy
+from pdp_fx.allocation import MacModel
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
-from pdp_fx.granularity import rule_text
-from pdp_fx.ops.finite import all_finite
-from pdp_fx.policy import UNSET, MaskPolicy, NMPolicy, Progress
+from pdp_fx.planning import Planner, parameters_of
+from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
-from pdp_fx.sharding import whole
-from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
-
-logger = logging.getLogger(__name__)
+from pdp_fx.spec import Channels, PruneSpec, Rule
 
 CHILD = "pdp"
 
@@ -138,7 +131,7 @@ class Pruner(nn.Module):
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
-        counts = self.plan(gm)
+        counts = self._plan(gm)
         if not any(counts.values()) and len(counts) == len(self.masks):
             raise SpecError(
                 "nothing would be pruned: the ratio rounds to no weight and no channel in any layer, or "
@@ -147,125 +140,13 @@ class Pruner(nn.Module):
 
     def fix_targets(self, gm: fx.GraphModule) -> None:
         """Decide how many units of each mask go in the end, from the weights as they are now."""
-        targets = self.plan(gm)
+        targets = self._plan(gm)
         for name, mask in self.mask_items():
             if name in targets:
                 mask.target.fill_(targets[name])
 
-    def plan(self, gm: fx.GraphModule) -> dict[str, int]:
-        """The final count of every unstructured and channel mask, from the present weights."""
-        pools: dict[Rule, list[str]] = {}
-        for name, mask in self.mask_items():
-            if mask.planned and not isinstance(mask, NMPolicy):
-                pools.setdefault(self.rules[name], []).append(name)
-        if sum(_aims_at_macs(rule) for rule in pools) > 1:
-            raise SpecError(
-                "the spec has two different mac_reduction targets, but each is meant for the whole model; "
-                "give one mac_reduction, and ratios to the layers that shall differ"
-            )
-        targets: dict[str, int] = {}
-        for rule, names in sorted(pools.items(), key=lambda pool: _aims_at_macs(pool[0])):
-            if isinstance(rule, Unstructured):
-                targets |= self._plan_weights(gm, rule, names)
-            elif isinstance(rule, Channels):
-                targets |= self._plan_channels(gm, rule, names, targets)
-        return targets
-
-    def _plan_weights(self, gm: fx.GraphModule, rule: Unstructured, names: list[str]) -> dict[str, int]:
-        weights = [parameters_of(gm, self._mask(name))[0].detach() for name in names]
-        sizes = [weight.numel() for weight in weights]
-        _refuse_unfit([self._mask(name).parameters_read[0] for name in names], weights)
-        if self.spec.allocation == "uniform":
-            return {
-                name: max(min(round(rule.ratio * n), n - 1), 0) for name, n in zip(names, sizes, strict=True)
-            }
-        most = [most_prunable(size, rule.ratio, self.spec.min_keep) for size in sizes]
-        counts = allocate([weight.abs() for weight in weights], round(rule.ratio * sum(sizes)), most)
-        return dict(zip(names, counts, strict=True))
-
-    def _plan_channels(
-        self, gm: fx.GraphModule, rule: Channels, names: list[str], others: dict[str, int]
-    ) -> dict[str, int]:
-        masks = [cast(ChannelPolicy, self._mask(name)) for name in names]
-        scores = [mask.scores(*parameters_of(gm, mask)).detach() for mask in masks]
-        _refuse_unfit(names, scores)
-        widths = [mask.width for mask in masks]
-        if rule.ratio is not None:
-            most = self._limits(masks, rule, rule.ratio)
-            wanted = round(rule.ratio * sum(widths))
-            if wanted > sum(most):
-                logger.warning("%s: of %d channels only %d can go", rule_text(rule), wanted, sum(most))
-            counts = self._channel_counts(scores, most)(wanted)
-            counts = [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
-        else:
-            counts = self._counts_for_macs(rule, names, masks, scores, others)
-        return dict(zip(names, counts, strict=True))
-
-    def _limits(self, masks: list[ChannelPolicy], rule: Channels, ratio: float) -> list[int]:
-        """How many channels each group may lose."""
-        least = [max(rule.min_channels, len(mask.parts)) for mask in masks]
-        return [
-            most_prunable(mask.width, ratio, self.spec.min_keep, kept)
-            for mask, kept in zip(masks, least, strict=True)
-        ]
-
-    def _channel_counts(self, scores: list[Tensor], most: list[int]) -> Callable[[int], list[int]]:
-        """Counts per group for a total number of channels, by this spec's allocation."""
-        widths = [len(score) for score in scores]
-        if self.spec.allocation == "uniform":
-            return lambda total: _uniform(total, widths, most)
-        normal = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
-        return lambda total: allocate(normal, min(total, sum(most)), most)
-
-    def _counts_for_macs(
-        self,
-        rule: Channels,
-        names: list[str],
-        masks: list[ChannelPolicy],
-        scores: list[Tensor],
-        others: dict[str, int],
-    ) -> list[int]:
-        if self.mac_model is None or rule.mac_reduction is None:
-            raise StateError("a MAC target needs the model's MAC counts")
-        model, reduction = self.mac_model, rule.mac_reduction
-        widths = [len(score) for score in scores]
-        order = [name for name, mask in self.mask_items() if isinstance(mask, ChannelPolicy)]
-
-        def macs(counts: list[int]) -> float:
-            gone = others | dict(zip(names, counts, strict=True))
-            return model.macs([gone.get(name, 0) for name in order])
-
-        def counts_at(total: int) -> list[int]:
-            most = self._limits(masks, rule, total / sum(widths))
-            counts = self._channel_counts(scores, most)(total)
-            return [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
-
-        return reach_macs(counts_at, sum(widths), macs, model.macs([0] * len(order)), reduction)
-
-    def _mask(self, name: str) -> MaskPolicy:
-        return cast(MaskPolicy, self.masks[name])
-
-
-def _uniform(total: int, widths: list[int], most: list[int]) -> list[int]:
-    ratio = total / sum(widths)
-    return [min(round(ratio * width), limit) for width, limit in zip(widths, most, strict=True)]
-
-
-def _aims_at_macs(rule: Rule) -> bool:
-    return isinstance(rule, Channels) and rule.mac_reduction is not None
-
-
-def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
-    for name, tensor in zip(names, tensors, strict=True):
-        if not all_finite(tensor):
-            raise SpecError(
-                f"{name}: weights are NaN or infinite, so they cannot be ranked; check the training"
-            )
-
-
-def parameters_of(gm: nn.Module, mask: MaskPolicy) -> list[Tensor]:
-    """The parameters that ``mask`` is computed from, gathered from all ranks where they are sharded."""
-    return [whole(gm.get_parameter(name)) for name in mask.parameters_read]
+    def _plan(self, gm: fx.GraphModule) -> dict[str, int]:
+        return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
 
 
 def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:

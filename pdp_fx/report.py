@@ -18,8 +18,9 @@ from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context
 from pdp_fx.passes.find_sites import FindSites, Sites
+from pdp_fx.planning import parameters_of
 from pdp_fx.policy import MaskPolicy, NMPolicy
-from pdp_fx.pruner import Pruner, find, parameters_of
+from pdp_fx.pruner import Pruner, find
 from pdp_fx.sharding import whole
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import ExampleInputs, trace

@@ -17,8 +17,9 @@ from pdp_fx.granularity import Rule
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.overrides import Overrides
 from pdp_fx.passes import CONVERT, PREPARE
+from pdp_fx.planning import parameters_of
 from pdp_fx.policy import MaskPolicy
-from pdp_fx.pruner import CHILD, Pruner, parameters_of
+from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.spec import Allocation
 from pdp_fx.trace import trace
 

@@ -25,8 +25,8 @@ from pdp_fx import (
     WeightPolicy,
 )
 from pdp_fx.masks import WeightMask
+from pdp_fx.planning import parameters_of
 from pdp_fx.printing import graph_text
-from pdp_fx.pruner import parameters_of
 from tests.nets import mask_of, state, train
 
 AT_ONCE = Schedule(start=0, epsilon=1.0)

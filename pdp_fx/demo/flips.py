@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.errors import StateError
+from pdp_fx.planning import parameters_of
 from pdp_fx.policy import MaskPolicy
-from pdp_fx.pruner import find, parameters_of
+from pdp_fx.pruner import find
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule
 from pdp_fx.masks import ChannelMask
 from pdp_fx.ops.kinds import named_modules
-from pdp_fx.pruner import Pruner, find, parameters_of
+from pdp_fx.planning import parameters_of
+from pdp_fx.pruner import Pruner, find
 from pdp_fx.spec import Allocation
 from pdp_fx.tracing.structure import tensors
 

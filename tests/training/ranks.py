@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pdp_fx
 from pdp_fx import PruneSpec, StateError
-from pdp_fx.pruner import Pruner, find, parameters_of
+from pdp_fx.planning import parameters_of
+from pdp_fx.pruner import Pruner, find
 from pdp_fx.spec import Rule
 from tests.training.nets import RAMP, RULES, batch
 
