@@ -65,6 +65,7 @@ ABLATIONS: dict[str, Setting] = {
     "hard-ste": Setting(policy=HardStraight),
     **{f"tau-{tau:g}": Setting(options={"tau": tau}) for tau in (1e-6, 1e-5, 1e-3, 1e-2)},
     **{f"tau-rel-{c:g}": Setting(options={"tau": f"rel:{c:g}"}) for c in (0.001, 0.01, 0.1, 1.0)},
+    "hard-forward": Setting("tau-rel-1", options={"tau": "rel:1", "forward": "hard"}),
     "through-t": Setting(policy=ThroughThreshold),
     "through-t-rel-0.1": Setting("tau-rel-0.1", ThroughThreshold, {"tau": "rel:0.1"}),
     "channels": _of_channels(),

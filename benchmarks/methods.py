@@ -137,6 +137,12 @@ def _pdp(budget: Budget, knob: float | None, **options: Any) -> Method:
     return Method(None, Schedule.fit(budget.epochs), options=options)
 
 
+def _pdp_hard(budget: Budget, knob: float | None) -> Method:
+    """What the README recommends: hard masks in training, and the target reached in the middle of it."""
+    schedule = Schedule.fit(budget.total, 0.05, 0.5, per="step", shape="cubic")
+    return Method(None, schedule, options={"tau": "rel:1", "forward": "hard"})
+
+
 def _gmp(budget: Budget, knob: float | None) -> Method:
     return Method(GMP, Schedule.fit(budget.epochs, 0.2, 0.8, shape="cubic"), "uniform")
 
@@ -206,6 +212,7 @@ def _sr_ste(budget: Budget, knob: float | None) -> Method:
 PATTERN_METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp": _pdp,
     "pdp-relative": partial(_pdp, tau="rel:0.1"),
+    "pdp-hard": _pdp_hard,
     "sr-ste": _sr_ste,
 }
 """The same for N:M patterns."""
@@ -227,6 +234,7 @@ METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp-paper": partial(_pdp, min_keep=0.0),
     "pdp": _pdp,
     "pdp-relative": partial(_pdp, tau="rel:0.1"),
+    "pdp-hard": _pdp_hard,
     "cs": _cs,
     "gmp": _gmp,
     "dnw": _dnw,
