@@ -15,12 +15,19 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from pdp_fx.channels.aliases import overlap
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized
 from pdp_fx.tracing.structure import flat_tensors
 
 aten = torch.ops.aten
 
+
+OVERWRITTEN = (
+    "it is written to in place through a view",
+    "make a new tensor instead, with torch.cat or torch.where",
+)
+"""Why what shares memory stays, and what would change it."""
 
 Rule = Callable[[Call, "LabelFlow"], None]
 RULES: dict[torch._ops.OpOverloadPacket | str, Rule] = {}
@@ -64,6 +71,7 @@ class LabelFlow(TorchDispatchMode):
         self._layers = WeakTensorKeyDictionary()
         self._stored = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
+        self._outdated = WeakTensorKeyDictionary()
         self._sharing: dict[int, list[TensorWeakRef]] = {}
         self._names: dict[int, str] = {}
         self._buffers = frozenset(name for name, _ in gm.named_buffers())
@@ -81,13 +89,17 @@ class LabelFlow(TorchDispatchMode):
         self.looked = self.looked or func is aten._local_scalar_dense.default
         call = Call(func, args, kwargs or {}, result)
         if func._schema.is_mutable and not _fills_with_zero(call):
-            self._freeze_aliases(call)
+            self._outdate_aliases(call)
         self._note_stored(call)
         self._rules(call)(call, self)
         return result
 
-    def _freeze_aliases(self, call: Call) -> None:
-        """Freeze what shares memory with a tensor that is written to: its labels can not be followed."""
+    def _outdate_aliases(self, call: Call) -> None:
+        """Note that labels of what shares memory with a tensor that is written to no longer hold.
+
+        Nothing is lost as long as nobody reads such a tensor again; if somebody does, all that was in it and
+        all that was written stays.
+        """
         for leaf, argument in zip(call.args, call.func._schema.arguments, strict=False):
             if (
                 not isinstance(leaf, Tensor)
@@ -95,16 +107,14 @@ class LabelFlow(TorchDispatchMode):
                 or not argument.alias_info.is_write
             ):
                 continue
-            storage = leaf.untyped_storage()._cdata
-            sharing = [ref() for ref in self._sharing.get(storage, ())]
-            aliases = [tensor for tensor in sharing if tensor is not None and tensor is not leaf]
-            if aliases:
-                why = "it is written to in place through a view"
-                self.freeze_all(
-                    [leaf, *aliases, *call.tensors()],
-                    why,
-                    "make a new tensor instead, with torch.cat or torch.where",
-                )
+            sharing = [ref() for ref in self._sharing.get(leaf.untyped_storage()._cdata, ())]
+            known = [tensor for tensor in sharing if tensor is not None and tensor is not leaf]
+            aliases = [tensor for tensor in known if overlap(tensor, leaf)]
+            involved = [leaf, *aliases, *call.tensors()] if aliases else []
+            ids = [layer.ids for tensor in involved for layer in self._labelled(tensor)]
+            for alias in aliases:
+                before = self._outdated.get(alias) or ()
+                self._outdated[alias] = (*before, (ids, self._reason(*OVERWRITTEN)))
 
     def _note_stored(self, call: Call) -> None:
         sources = call.tensors()
@@ -120,6 +130,12 @@ class LabelFlow(TorchDispatchMode):
 
     def layers(self, tensor: Tensor) -> tuple[Layer, ...]:
         """The label layers of ``tensor``; a parameter or buffer gets its own on first sight."""
+        for ids, reason in self._outdated.pop(tensor, None) or ():
+            for each in ids:
+                self.record.ties.freeze(each, reason)
+        return self._labelled(tensor)
+
+    def _labelled(self, tensor: Tensor) -> tuple[Layer, ...]:
         found = self._layers.get(tensor)
         if found is None:
             name = self._names.get(id(tensor))
@@ -161,7 +177,10 @@ class LabelFlow(TorchDispatchMode):
 
     def freeze(self, ids: Tensor, why: str, remedy: str = "") -> None:
         """Say that these labels must stay, because of the node that is running."""
-        self.record.ties.freeze(ids, Reason(self.node, self.source, why, remedy))
+        self.record.ties.freeze(ids, self._reason(why, remedy))
+
+    def _reason(self, why: str, remedy: str = "") -> Reason:
+        return Reason(self.node, self.source, why, remedy)
 
     def freeze_all(self, tensors: list[Tensor], why: str, remedy: str = "") -> None:
         """Freeze every label of these tensors."""

@@ -184,7 +184,7 @@ def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, packet: Any) -> 
     return Layer(ids, zero if vanishing else torch.zeros_like(zero), (layer,))
 
 
-@rule(aten._softmax, aten._log_softmax)
+@rule(aten._softmax, aten._log_softmax, aten._safe_softmax)
 def softmax(call: Call, flow: LabelFlow) -> None:
     """A softmax over the channels changes with each of them; over another axis it is never 0."""
     source = call.args[0]

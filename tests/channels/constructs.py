@@ -1,6 +1,7 @@
 """The table of constructs: one tiny net for each thing that real models do with channels."""
 
 from tests.channels.construct import Construct
+from tests.channels.nets_aliasing import ALIASING
 from tests.channels.nets_attention import ATTENTION
 from tests.channels.nets_convolutions import CONVOLUTIONS
 from tests.channels.nets_layout import LAYOUT
@@ -18,6 +19,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *LAYOUT,
     *RESHAPING,
     *ATTENTION,
+    *ALIASING,
     *NORMS,
     *WEIGHTS,
     *SIZES,

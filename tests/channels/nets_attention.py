@@ -54,6 +54,19 @@ class DefaultScale(QkvHardCoded):
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, -1))
 
 
+class FusedInWindows(QkvHardCoded):
+    """Tensors of five axes, for which torch has no fused kernel; a mask may leave a row without a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (
+            layer(x).view(b, t // 3, 3, HEADS, SIZE).transpose(2, 3) for layer in (self.q, self.k, self.v)
+        )
+        mask = torch.ones(3, 3, dtype=torch.bool, device=x.device).tril()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.4)
+        return x + self.out(y.transpose(2, 3).reshape(b, t, -1))
+
+
 class ScaleFromShape(QkvHardCoded):
     """The scale is computed from the size of q."""
 
@@ -351,6 +364,7 @@ ATTENTION = (
     Construct(QkvFreeHeads, sequences(), removed=HEAD_PRUNING),
     Construct(QkvFreeSize, sequences(), removed=HEAD_PRUNING),
     Construct(DefaultScale, sequences(), removed=4),
+    Construct(FusedInWindows, sequences(length=6), removed=HEAD_PRUNING),
     Construct(ScaleFromShape, sequences(), removed=4),
     Construct(Causal, sequences(), removed=HEAD_PRUNING),
     Construct(SingleHead, sequences(), removed=HEAD_PRUNING),

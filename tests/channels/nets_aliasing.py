@@ -1,0 +1,123 @@
+"""Writing in place to tensors that share memory with others."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.channels.construct import Construct, conv_bn, images
+
+OVERWRITTEN = "written to in place through a view"
+
+
+class Written(nn.Module):
+    """Two branches of eight channels, what is done with them in place, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.side, self.head = conv_bn(3, 8), conv_bn(3, 8), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.act(F.relu(self.stem(x)), F.relu(self.side(x)))))
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class GhostResidual(Written):
+    """The first part of a concatenation is added to, and nobody asks for the rest again."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        kept = torch.cat([x, x], 1)[:, :8]
+        kept += y
+        return kept
+
+
+class HalvesInPlace(Written):
+    """Parts of one tensor that are written to, each in its way."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x + y
+        hidden, context = both[:, :5], both[:, 5:]
+        hidden *= 2
+        context.relu_()
+        return torch.cat([hidden, context], 1)
+
+
+class TurnedInPlace(Written):
+    """A view of all that is there is written to and used."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        turned = (x + y).transpose(2, 3)
+        turned *= 2
+        return turned
+
+
+class BaseReadAgain(Written):
+    """A part is written to and the whole is read."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x + 0
+        part = both[:, :4]
+        part += y[:, :4]
+        return both
+
+
+class CopiedIntoBase(Written):
+    """A part is replaced by something else and the whole is read."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x + 0
+        both[:, 2:6].copy_(y[:, :4])
+        return both
+
+
+class PartReadAfterBase(Written):
+    """The whole is written to and a part from before is read."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x + 0
+        part = both[:, :4]
+        both += y
+        return torch.cat([part, part], 1)
+
+
+class PartsThatOverlap(Written):
+    """Two parts share two channels."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x + 0
+        left, right = both[:, :5], both[:, 3:]
+        left += y[:, :5]
+        return torch.cat([left[:, :3], right], 1)
+
+
+class PartOfAPart(Written):
+    """A view of a view is written to."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        outer = (x + 0)[:, :8]
+        outer[:, :3].mul_(y[:, :3])
+        return outer
+
+
+class BaseReturned(Written):
+    """The whole is an output of the model."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        both = self.stem(x) + 0
+        part = both[:, :4]
+        part.copy_(F.relu(self.side(x))[:, 4:])
+        return self.head(torch.cat([part, part], 1)), both
+
+
+ALIASING = (
+    Construct(GhostResidual, images(), removed=8),
+    Construct(HalvesInPlace, images(), removed=8),
+    Construct(TurnedInPlace, images(), removed=8),
+    Construct(BaseReadAgain, images(), reason=OVERWRITTEN),
+    Construct(CopiedIntoBase, images(), reason=OVERWRITTEN),
+    Construct(PartReadAfterBase, images(), reason=OVERWRITTEN),
+    Construct(PartsThatOverlap, images(), removed=2, reason=OVERWRITTEN),
+    Construct(PartOfAPart, images(), reason=OVERWRITTEN),
+    Construct(BaseReturned, images(), removed=2, reason="the model returns these channels"),
+)
