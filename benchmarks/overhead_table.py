@@ -63,10 +63,9 @@ def summary(records: Mapping[str, Record]) -> str:
 
 
 def _setting(title: str, record: Record) -> str:
-    threads, dense = record["machine"]["threads"], record["seconds"]["dense"]
-    return (
-        f"{title.partition(',')[0]}, {threads} threads, {statistics.median(dense):.2f} s, {len(dense)} rounds"
-    )
+    dense, threads = record["seconds"]["dense"], record["machine"]["threads"]
+    how = f"{title.replace(', wall clock', '')}, threads {threads}"
+    return f"{how}, {statistics.median(dense):.2f} s, {len(dense)} rounds"
 
 
 def _cells(record: Record) -> list[str]:
