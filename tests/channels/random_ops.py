@@ -58,6 +58,29 @@ def _swapped(x: Tensor, at: int) -> Tensor:
     return torch.cat([right, left], 1)
 
 
+def _scaled_part(x: Tensor, first: int, whole: bool) -> Tensor:
+    """Some channels are written to in place; they or all are read."""
+    x = x * 1.0
+    part = x[:, first:]
+    part *= 1.5
+    return x if whole else part
+
+
+def _into_part(a: Tensor, b: Tensor, whole: bool) -> Tensor:
+    """A tensor is added in place to all channels of another but the first, which then are read, or all."""
+    a = a * 1.0
+    part = a[:, 1:]
+    part += b[:, 1:]
+    return a if whole else part
+
+
+def _copied_into(a: Tensor, b: Tensor) -> Tensor:
+    """All channels but the first are replaced by those of another tensor, one place further."""
+    a = a * 1.0
+    a[:, 1:] = b[:, :-1]
+    return a
+
+
 def _folded(shape: Shape, knob: int) -> Shape | None:
     """Tokens that form a square."""
     size = round(shape[2] ** 0.5)
@@ -134,6 +157,8 @@ PURE: dict[str, Pure] = {
         lambda x, k: F.pad(x, (0, 0, 0, 0, k // 2, k - k // 2)),
     ),
     "channels_last": (only("image"), lambda x, k: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)),
+    "part_scaled": (image(lambda c, s, k: (c - k, s)), lambda x, k: _scaled_part(x, k, whole=False)),
+    "scaled_by_part": (image(lambda c, s, k: (c, s)), lambda x, k: _scaled_part(x, k, whole=True)),
     "constant_view": (
         only("image"),
         lambda x, k: x.view(-1, int(x.shape[1]), x.shape[2] * x.shape[3]).view(x.shape),
@@ -158,6 +183,14 @@ PURE: dict[str, Pure] = {
 
 def _equal(a: Shape, b: Shape) -> Shape | None:
     return a if a == b else None
+
+
+def _equal_images(a: Shape, b: Shape) -> Shape | None:
+    return a if a == b and a[0] == "image" and a[1] > 1 else None
+
+
+def _one_less(a: Shape, b: Shape) -> Shape | None:
+    return ("image", a[1] - 1, a[2]) if _equal_images(a, b) else None
 
 
 def _beside(a: Shape, b: Shape) -> Shape | None:
@@ -185,6 +218,9 @@ JOINS: dict[str, Join] = {
     "add": (_equal, lambda a, b: a + b),
     "subtract": (_equal, lambda a, b: a - b),
     "multiply": (_equal, lambda a, b: a * b),
+    "into_part": (_one_less, lambda a, b: _into_part(a, b, whole=False)),
+    "into_whole": (_equal_images, lambda a, b: _into_part(a, b, whole=True)),
+    "copied_into": (_equal_images, _copied_into),
     "maximum": (_equal, torch.maximum),
     "blend": (_equal, lambda a, b: torch.sigmoid(a) * b + (1 - torch.sigmoid(a)) * a),
     "where": (_equal, lambda a, b: torch.where(a > 0, a, b)),
