@@ -9,13 +9,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional
 
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
+from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits
 
 
 def _arguments(node: fx.Node, first: int, names: tuple[str, ...], count: int) -> list[Any]:
@@ -86,103 +86,6 @@ def _narrow(node: fx.Node, job: Job) -> None:
         node.args, node.kwargs = (node.args[0], axis, first, job.results[0].size(place)), {}
 
 
-def _parts(node: fx.Node) -> list[Any]:
-    subscript: Any = node.args[1]
-    return (
-        list(subscript) if isinstance(subscript, (tuple, list)) and not _is_index(subscript) else [subscript]
-    )
-
-
-def _is_index(part: Any) -> bool:
-    """Whether a part of a subscript picks several places: a list of numbers, or a node (a tensor)."""
-    return isinstance(part, list) and all(isinstance(item, int) for item in part)
-
-
-def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
-    """The place of every part of a subscript, with the tensor axis that it indexes."""
-    consumed = sum(part is not None and part is not Ellipsis for part in parts)
-    placed: list[tuple[int, int]] = []
-    axis = 0
-    for place, part in enumerate(parts):
-        if part is Ellipsis:
-            axis += rank - consumed
-        elif part is not None:
-            placed.append((place, axis))
-            axis += 1
-    return placed
-
-
-def _subscript_fits(node: fx.Node, record: Record) -> bool:
-    """Numbers, slices, and at most one list of places; what is picked must be told apart by its labels."""
-    source = node.args[0]
-    values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
-    parts = _parts(node)
-    several = [part for part in parts if _is_index(part) or _is_tensor(part, record)]
-    known = (int, slice, fx.Node)
-    plain = all(p is None or p is Ellipsis or isinstance(p, known) or _is_index(p) for p in parts)
-    if len(values) != 1 or not plain or len(several) > 1:
-        return False
-    picked = {axis for place, axis in _placed(parts, len(values[0].shape)) if _picks(parts[place])}
-    return all(_distinct(layer.ids) for layer in values[0].layers if layer.support & picked)
-
-
-def _picks(part: Any) -> bool:
-    """Whether a part of a subscript may leave gaps: anything but a number or a slice of step 1."""
-    return not isinstance(part, int) and not (isinstance(part, slice) and part.step in (None, 1))
-
-
-def _distinct(ids: Tensor) -> bool:
-    return len(ids.unique()) == ids.numel()
-
-
-def _is_tensor(part: Any, record: Record) -> bool:
-    return isinstance(part, fx.Node) and part.name not in record.numbers
-
-
-def _subscript(node: fx.Node, job: Job) -> None:
-    parts = _parts(node)
-    source = job.source
-    for place, axis in _placed(parts, len(source.value.shape)):
-        if not source.changes(axis):
-            continue
-        part = parts[place]
-        size = source.value.shape[axis]
-        if isinstance(part, slice):
-            bounds = slice(*(job.number(bound) for bound in (part.start, part.stop, part.step))).indices(size)
-            if bounds[2] == 1:
-                first = source.before(axis, bounds[0])
-                parts[place] = slice(first, max(source.before(axis, bounds[1]), first))
-                continue
-        number = (
-            job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None
-        )
-        parts[place] = source.before(axis, number % size) if isinstance(number, int) else _chosen(job, axis)
-    whole = isinstance(node.args[1], (tuple, list)) and not _is_index(node.args[1])
-    node.args = (node.args[0], tuple(parts) if whole else parts[0])
-
-
-def _chosen(job: Job, axis: int) -> list[int]:
-    """Which of the places that stay along ``axis`` the result has, in its order.
-
-    Read off the labels: those of the result are those of the source, chosen and reordered.
-    """
-    source, result = job.source.labels(axis), _labels_like(job, axis)
-    place_of = {label: place for place, label in enumerate(source.tolist())}
-    stays = job.source.stays[axis]
-    rank = np.cumsum(stays) - 1
-    places = [place_of[label] for label in result.tolist()]
-    return [int(rank[place]) for place in places if stays[place]]
-
-
-def _labels_like(job: Job, axis: int) -> Tensor:
-    """The labels of the result that come from ``axis`` of the source."""
-    known = set(job.source.labels(axis).tolist())
-    for layer in job.results[0].value.layers:
-        if len(layer.support) == 1 and set(layer.ids.reshape(-1).tolist()) <= known:
-            return layer.ids.reshape(-1)
-    return torch.empty(0, dtype=torch.int64)
-
-
 def _reorder(node: fx.Node, job: Job) -> None:
     """A roll or a choice of places along one axis becomes a choice of the places that stay."""
     changed = [axis for axis in job.source.stays if job.source.changes(axis)]
@@ -190,7 +93,7 @@ def _reorder(node: fx.Node, job: Job) -> None:
         return
     (axis,) = changed
     node.op, node.target = "call_function", operator.getitem
-    node.args, node.kwargs = (node.args[0], (*([slice(None)] * axis), _chosen(job, axis))), {}
+    node.args, node.kwargs = (node.args[0], (*([slice(None)] * axis), chosen(job, axis))), {}
 
 
 def _reorder_fits(node: fx.Node, record: Record) -> bool:
@@ -198,7 +101,7 @@ def _reorder_fits(node: fx.Node, record: Record) -> bool:
     source: Any = node.args[0]
     values = record.values.get(source.name, ())
     layers = values[0].layers if values else ()
-    return len(layers) == 1 and len(layers[0].support) == 1 and _distinct(layers[0].ids)
+    return len(layers) == 1 and len(layers[0].support) == 1 and distinct(layers[0].ids)
 
 
 def _pad(node: fx.Node, job: Job) -> None:
@@ -262,7 +165,7 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.split: _SPLIT, "split": _SPLIT, "split_with_sizes": _SPLIT, torch.split_with_sizes: _SPLIT,
     torch.tensor_split: _SPLIT, "tensor_split": _SPLIT, "unsafe_chunk": _SPLIT,
     torch.functional.split: _SPLIT, torch.narrow: _NARROW, "narrow": _NARROW,
-    operator.getitem: Rewrite(_subscript, _subscript_fits), functional.pad: _PAD,
+    operator.getitem: Rewrite(subscript, subscript_fits), functional.pad: _PAD,
     torch.constant_pad_nd: _PAD, torch.roll: _REORDER, "roll": _REORDER, torch.index_select: _REORDER,
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
