@@ -49,7 +49,10 @@ class ChannelPolicy(MaskPolicy):
 
     def hard(self, *weights: Tensor) -> Tensor:
         """The mask in eval mode, 0 for the channels that go and 1 for the others, shape (width,)."""
-        scores = self.scores(*weights)
+        return self.kept(self.scores(*weights))
+
+    def kept(self, scores: Tensor) -> Tensor:
+        """The hard mask that follows from the scores."""
         return (~smallest(self.ranked(scores), self.count)).to(scores.dtype)
 
     def scores(self, *weights: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class ChannelMask(Tempered, ChannelPolicy):
         scores = self.scores(*weights)
         t = threshold(self.ranked(scores), self.count)
         mask = torch.sigmoid((scores.square() - t * t.abs()) / self.temperature(scores))
-        return self.hard(*weights).detach() + (mask - mask.detach()) if self.tau.hard else mask
+        return self.kept(scores) + (mask - mask.detach()) if self.tau.hard else mask
 
     def values(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights).detach()

@@ -56,9 +56,8 @@ class Softness:
 
     def __str__(self) -> str:
         end = "" if self.end is None else f"..{self.end:g}"
-        return (
-            f"{RELATIVE if self.relative else ''}{self.start:g}{end}{', hard forward' if self.hard else ''}"
-        )
+        forward = ", hard forward" if self.hard else ""
+        return f"{RELATIVE if self.relative else ''}{self.start:g}{end}{forward}"
 
 
 def _factor(text: str) -> float:

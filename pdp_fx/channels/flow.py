@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from pdp_fx.channels.aliases import overlap
+from pdp_fx.channels.aliases import overlapping
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized
 from pdp_fx.tracing.structure import flat_tensors
@@ -100,21 +100,18 @@ class LabelFlow(TorchDispatchMode):
         Nothing is lost as long as nobody reads such a tensor again; if somebody does, all that was in it and
         all that was written stays.
         """
-        for leaf, argument in zip(call.args, call.func._schema.arguments, strict=False):
-            if (
-                not isinstance(leaf, Tensor)
-                or argument.alias_info is None
-                or not argument.alias_info.is_write
-            ):
+        for place, argument in enumerate(call.func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            sharing = [ref() for ref in self._sharing.get(leaf.untyped_storage()._cdata, ())]
-            known = [tensor for tensor in sharing if tensor is not None and tensor is not leaf]
-            aliases = [tensor for tensor in known if overlap(tensor, leaf)]
-            involved = [leaf, *aliases, *call.tensors()] if aliases else []
-            ids = [layer.ids for tensor in involved for layer in self._labelled(tensor)]
-            for alias in aliases:
-                before = self._outdated.get(alias) or ()
-                self._outdated[alias] = (*before, (ids, self._reason(*OVERWRITTEN)))
+            for written in flat_tensors(call.argument(place, argument.name)):
+                sharing = [ref() for ref in self._sharing.get(written.untyped_storage()._cdata, ())]
+                known = [tensor for tensor in sharing if tensor is not None and tensor is not written]
+                aliases = overlapping(written, known)
+                involved = [written, *aliases, *call.tensors()] if aliases else []
+                ids = [layer.ids for tensor in involved for layer in self._labelled(tensor)]
+                for alias in aliases:
+                    before = self._outdated.get(alias) or ()
+                    self._outdated[alias] = (*before, (ids, self._reason(*OVERWRITTEN)))
 
     def _note_stored(self, call: Call) -> None:
         sources = call.tensors()

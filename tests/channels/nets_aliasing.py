@@ -71,6 +71,16 @@ class CopiedIntoBase(Written):
         return both
 
 
+class WrittenAsOut(Written):
+    """A part is where an operation puts its result, and the whole is read."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            both = x + 0
+            torch.mul(y[:, :4], 2.0, out=both[:, 2:6])
+        return both
+
+
 class PartReadAfterBase(Written):
     """The whole is written to and a part from before is read."""
 
@@ -116,6 +126,7 @@ ALIASING = (
     Construct(TurnedInPlace, images(), removed=8),
     Construct(BaseReadAgain, images(), reason=OVERWRITTEN),
     Construct(CopiedIntoBase, images(), reason=OVERWRITTEN),
+    Construct(WrittenAsOut, images(), reason=OVERWRITTEN),
     Construct(PartReadAfterBase, images(), reason=OVERWRITTEN),
     Construct(PartsThatOverlap, images(), removed=2, reason=OVERWRITTEN),
     Construct(PartOfAPart, images(), reason=OVERWRITTEN),
