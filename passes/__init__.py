@@ -14,6 +14,7 @@ from pdp_fx.passes.mask_weights import MaskWeights
 from pdp_fx.passes.restore_modules import RestoreModules
 from pdp_fx.passes.shrink_channels import ShrinkChannels
 from pdp_fx.passes.verify_equivalence import VerifyEquivalence
+from pdp_fx.passes.write_weights import WriteWeights
 
 PREPARE = Pipeline(
     (
@@ -28,6 +29,7 @@ PREPARE = Pipeline(
 
 CONVERT = Pipeline(
     (
+        WriteWeights(),
         FixMode(),
         HardenMasks(),
         RestoreModules(),

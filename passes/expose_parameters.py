@@ -1,7 +1,8 @@
 """Turn the parameters that will be masked into values of the graph.
 
 A module keeps its place and its parameters' names, but receives the parameters as arguments, so
-that a mask can be put between a parameter and its use.
+that a mask can be put between a parameter and its use. Where a computed weight stands for a parameter, its
+node is there already.
 """
 
 from __future__ import annotations
@@ -18,17 +19,29 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of, named_modules, owned_names
 from pdp_fx.passes.choose_targets import Plan
+from pdp_fx.passes.find_sites import Sites
+from pdp_fx.pruner import CHILD, Pruner
 
 
 @dataclass
 class Exposed:
-    """The node that now stands for each exposed parameter; masking passes move it along."""
+    """The node that now stands for each exposed parameter; masking passes move it along.
+
+    Attributes:
+        nodes: by the name of the parameter, what masks are put on next.
+        computed: by the name of the parameter, the computed weights that stand for parameters, unmasked.
+    """
 
     nodes: dict[str, fx.Node]
+    computed: dict[str, fx.Node]
 
     def wrap(self, name: str, wrapper: fx.Node) -> None:
-        """Let ``wrapper``, which reads the node of parameter ``name``, take its place everywhere."""
-        self.nodes[name].replace_all_uses_with(wrapper, delete_user_cb=lambda user: user is not wrapper)
+        """Let ``wrapper``, which reads the node of parameter ``name``, take its place in all layers."""
+
+        def is_layer(user: fx.Node) -> bool:
+            return user is not wrapper and not str(user.target).startswith(f"{CHILD}.")
+
+        self.nodes[name].replace_all_uses_with(wrapper, delete_user_cb=is_layer)
         self.nodes[name] = wrapper
 
 
@@ -57,8 +70,26 @@ class ExposeParameters(Pass):
             if node.op == "call_module":
                 _expose(gm, node, wanted, names, swaps)
         swap_modules(gm, swaps)
-        ctx.put(Exposed(_merge_reads(gm, wanted, names)))
+        computed = _standing(gm, ctx)
+        reads = _merge_reads(gm, wanted - computed.keys(), names)
+        ctx.put(Exposed(reads | computed, dict(computed)))
+        ctx.get(Pruner).computed = {name: node.name for name, node in computed.items()}
         return bool(wanted)
+
+
+def _standing(gm: fx.GraphModule, ctx: Context) -> dict[str, fx.Node]:
+    """The nodes that stand for parameters which the plan prunes, one by one or with channels."""
+    plan, found = ctx.get(Plan), ctx.find(ChannelMap)
+    pruned = {site.parameter for site, _ in plan.weights}
+    cut = {slot.tensor for group, _ in plan.groups for slot in group.members}
+    nodes = {node.name: node for node in gm.graph.nodes}
+    through = {} if found is None else found.stand_ins
+    alone = {by.parameter: by.node for by in ctx.get(Sites).stand_ins if by.needed}
+    return {
+        name: nodes[node]
+        for name, node in (alone | through).items()
+        if name in cut or (name in pruned and name in alone)
+    }
 
 
 def _expose(

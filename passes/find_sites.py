@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import fx, nn
 
+from pdp_fx.channels.record import StandIn
+from pdp_fx.channels.running import evaluating
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import Effect, effects, sources_of, stored_nodes
+from pdp_fx.computed_weights import Effect, Standing, effects, sources_of, stored_nodes
 from pdp_fx.errors import SpecError
 from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
@@ -35,10 +37,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """All prunable weights in graph order, and the names of all parameters that can be masked."""
+    """All prunable weights in graph order, the parameters that can be masked, and what can stand for some."""
 
     weights: tuple[Site, ...]
     maskable: frozenset[str]
+    stand_ins: tuple[StandIn, ...]
 
 
 @dataclass(frozen=True)
@@ -48,20 +51,28 @@ class FindSites(Pass):
     name: ClassVar[str] = "find-sites"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        names = owned_names(gm)
-        uses: dict[str, list[_Use]] = {}
-        computed = _Computed(gm, names)
-        for node in gm.graph.nodes:
-            for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
-                uses.setdefault(parameter, []).append(use)
-        weights = tuple(_site(name, found) for name, found in uses.items())
-        parameters = frozenset(name for name, _ in gm.named_parameters())
-        ctx.put(Sites(weights, parameters - _out_of_reach(gm, names)))
+        if ctx.find(Sites) is None:
+            with evaluating(gm):
+                ctx.put(_sites(gm))
         return False
 
     def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:
         if not ctx.get(Sites).weights:
             raise SpecError("the model has no conv or linear weight that can be pruned")
+
+
+def _sites(gm: fx.GraphModule) -> Sites:
+    names = owned_names(gm)
+    uses: dict[str, list[_Use]] = {}
+    computed = _Computed(gm, names)
+    for node in gm.graph.nodes:
+        for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
+            uses.setdefault(parameter, []).append(use)
+    stand_ins = computed.stand_ins()
+    whole = {name: by for by in stand_ins if by.needed for name in by.sources}
+    weights = tuple(_site(name, found, whole.get(name)) for name, found in uses.items())
+    parameters = frozenset(name for name, _ in gm.named_parameters())
+    return Sites(weights, parameters - _out_of_reach(gm, names), stand_ins)
 
 
 @dataclass(frozen=True)
@@ -70,18 +81,28 @@ class _Use:
 
     Attributes:
         inner: whether it is multiplied with other parameters, and not with data.
+        standing: why the weight that is computed from it cannot be pruned N:M either, or the empty string.
     """
 
     node: str
     unfit: str = ""
     unfit_for_groups: str = ""
     inner: bool = False
+    standing: str = ""
 
 
-def _site(parameter: str, uses: list[_Use]) -> Site:
-    """What holds for one use holds for the weight; a product of parameters may be a weight itself."""
+def _site(parameter: str, uses: list[_Use], whole: StandIn | None) -> Site:
+    """What holds for one use holds for the weight; a product of parameters may be a weight itself.
+
+    ``whole`` is the computed weight that is pruned in the place of the parameters behind it.
+    """
     uses = [use for use in uses if not use.inner] or uses
     nodes = tuple(dict.fromkeys(use.node for use in uses))
+    if whole is not None and parameter == whole.parameter:
+        uses = [replace(use, unfit="", unfit_for_groups=use.standing) for use in uses]
+    elif whole is not None:
+        why = f"the weight that %{whole.node} computes from it is pruned instead, as {whole.parameter}"
+        uses = [replace(use, unfit=use.unfit and why) for use in uses]
     unfit = min((use.unfit for use in uses), key=bool)
     unfit_for_groups = min((use.unfit or use.unfit_for_groups for use in uses), key=bool)
     return Site(parameter, parameter.rpartition(".")[0], nodes, unfit, unfit_for_groups)
@@ -106,11 +127,12 @@ def _turned(layer: nn.Module) -> str:
 
 @dataclass
 class _Computed:
-    """Finds the parameters behind the weights that functions are given."""
+    """Finds the parameters behind the weights that functions are given; ``used`` are those that meet data."""
 
     gm: fx.GraphModule
     names: dict[int, str]
     known: dict[tuple[fx.Node, int], dict[str, Effect]] = field(default_factory=dict)
+    used: set[fx.Node] = field(default_factory=set[fx.Node])
     stored: set[fx.Node] | None = None
 
     def weights_of(self, node: fx.Node) -> list[tuple[str, _Use]]:
@@ -118,12 +140,26 @@ class _Computed:
         if node.op not in ("call_function", "call_method"):
             return []
         inner = self._is_stored(node)
+        if not inner:
+            self.used.update(weight for weight, _ in weight_operands(node))
         return [
-            (self.names[id(_attribute(self.gm, target))], _use(node, weight, effect, inner))
+            (self.names[id(_attribute(self.gm, target))], _use(node, weight, axis, effect, inner))
             for weight, axis in weight_operands(node)
             if self._is_stored(weight)
             for target, effect in self._effects(weight, axis).items()
         ]
+
+    def stand_ins(self) -> tuple[StandIn, ...]:
+        """The computed weights that have been met and can stand for a parameter."""
+        met: dict[fx.Node, bool] = {}
+        for (weight, _), found in self.known.items():
+            if weight in self.used:
+                met[weight] = met.get(weight, False) or any(effect.keeps_zeros for effect in found.values())
+        if not met:
+            return ()
+        standing = Standing(self.gm, self.names)
+        possible = [standing.stand_in(weight, not fit) for weight, fit in met.items()]
+        return tuple(by for by in possible if by is not None)
 
     def _is_stored(self, node: fx.Node) -> bool:
         if self.stored is None:
@@ -143,7 +179,7 @@ class _Computed:
         return self.known[key]
 
 
-def _use(node: fx.Node, weight: fx.Node, effect: Effect, inner: bool) -> _Use:
+def _use(node: fx.Node, weight: fx.Node, axis: int, effect: Effect, inner: bool) -> _Use:
     where = f"%{weight.name} ({weight.meta.get('source', '')})".replace(" ()", "")
     unfit = f"a zero in it is no zero of the weight that {where} computes for %{node.name}"
     unfit_for_groups = f"its axis 1 does not run along the input channels of %{node.name}"
@@ -152,6 +188,7 @@ def _use(node: fx.Node, weight: fx.Node, effect: Effect, inner: bool) -> _Use:
         "" if effect.keeps_zeros else unfit,
         "" if effect.keeps_columns else unfit_for_groups,
         inner,
+        "" if axis == 1 else unfit_for_groups,
     )
 
 

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.kinds import named_modules
+from pdp_fx.tracing.functions import acts_in_place
 from pdp_fx.tracing.modes import When
 
 
@@ -83,10 +84,5 @@ def _erase(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, Any]) -> None:
     graph.erase_node(node)
     for operand in operands:
         kept = operand.users or operand in known or operand.op == "placeholder"
-        if not kept and not operand.is_impure() and not _acts_in_place(operand):
+        if not kept and not operand.is_impure() and not acts_in_place(operand):
             _erase(graph, operand, known)
-
-
-def _acts_in_place(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")

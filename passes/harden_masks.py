@@ -67,10 +67,10 @@ class HardenMasks(Pass):
             gm.graph.erase_node(node)
         old = {name: gm.get_parameter(name) for name in final}
         with torch.no_grad():
-            swap_tensors(gm, {old[name]: _frozen_as(old[name], *given) for name, given in final.items()})
+            swap_tensors(gm, {old[name]: frozen_as(old[name], *given) for name, given in final.items()})
 
 
-def _frozen_as(old: nn.Parameter, value: Tensor, fresh: bool = False) -> nn.Parameter:
+def frozen_as(old: nn.Parameter, value: Tensor, fresh: bool = False) -> nn.Parameter:
     """A parameter of this value, in the memory format of ``old`` and trainable if ``old`` is.
 
     A ``fresh`` value is in memory that nobody else has, so it need not be copied if its format is right.
@@ -91,7 +91,7 @@ def _harden_inside(gm: fx.GraphModule) -> None:
                 continue
             old = layer.get_parameter("weight")
             with torch.no_grad():
-                swap_tensors(gm, {old: _frozen_as(old, hook.mask(old))})
+                swap_tensors(gm, {old: frozen_as(old, hook.mask(old))})
             del hooks[key]
             vars(layer)["_forward_pre_hooks_with_kwargs"].pop(key, None)
             swaps[layer] = reclass(layer, kind.plain)

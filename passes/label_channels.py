@@ -21,10 +21,12 @@ class LabelWatch:
 
     Attributes:
         record: what the labels have met in the last run; None before it, or if it failed.
+        sites: the weights of the graph that was run.
     """
 
     def __init__(self, spec: PruneSpec) -> None:
         self.record: Record | None = None
+        self.sites: Sites | None = None
         self._spec = spec
 
     def __call__(self, gm: fx.GraphModule, call: ExampleCall) -> Any:
@@ -33,7 +35,8 @@ class LabelWatch:
         ctx = Context(self._spec)
         FindSites().run(gm, ctx)
         inputs = (call.args, dict(call.kwargs))
-        observed = observe(gm, inputs, ctx.get(Sites).maskable)
+        sites = self.sites = ctx.get(Sites)
+        observed = observe(gm, inputs, sites.maskable, stand_ins=sites.stand_ins)
         self.record = observed.record
         return observed.output
 
@@ -51,6 +54,7 @@ class LabelChannels(Pass):
         if watch is not None and watch.record is not None:
             ctx.put(structure(watch.record, gm, inputs, ctx.spec.through_norms))
             return False
+        sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
         with trial(gm):
-            ctx.put(analyse(gm, fresh(inputs), ctx.get(Sites).maskable, ctx.spec.through_norms))
+            ctx.put(analyse(gm, fresh(inputs), sites.maskable, through_norms, sites.stand_ins))
         return False

@@ -7,6 +7,7 @@ producer's rows and bias where none does, or the columns of a reader where neith
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.computed_weights import sources_of
 from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
@@ -42,7 +44,6 @@ class MaskChannels(Pass):
         if not plan.groups:
             return False
         found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
-        order = {node: place for place, node in enumerate(gm.graph.nodes)}
         called = {node.name: node for node in gm.graph.nodes}
         norms = [(called[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
         placed: Placed = {}
@@ -50,8 +51,10 @@ class MaskChannels(Pass):
         for group, rule in plan.groups:
             carriers = [exposed.nodes[slot.tensor] for slot in group.members if slot in masked]
             carriers += [node for node, _, classes in norms if np.isin(classes, group.classes).any()]
-            before = min(carriers, key=lambda node: order[node])
             names = tuple(slot.tensor for slot in group.producers)
+            before = _gathered(
+                carriers, [exposed.computed[name] for name in names if name in exposed.computed]
+            )
             site = MaskSite(
                 names,
                 rule,
@@ -63,7 +66,7 @@ class MaskChannels(Pass):
             )
             mask = made(site, ChannelMask, ChannelPolicy)
             key = ctx.get(Pruner).add(group.name, mask, rule)
-            node = _insert_mask(gm, before, key, mask)
+            node = _insert_mask(gm, before, key, mask, exposed.computed)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, found, placed, ctx)
@@ -81,12 +84,28 @@ def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:
     return _found_in(group.classes, classes)
 
 
-def _insert_mask(gm: fx.GraphModule, before: fx.Node, key: str, mask: ChannelPolicy) -> fx.Node:
+def _gathered(carriers: list[fx.Node], computed: list[fx.Node]) -> fx.Node:
+    """Where a mask can be computed: ahead of what it multiplies, and behind the computed weights it reads.
+
+    These are computed earlier if they have to be: they depend on nothing that the model is given.
+    """
+    chain = [source for weight in computed for source in sources_of(weight)]
+    users = [user for weight in computed for user in weight.users]
+    before = min(node for node in [*carriers, *users] if node not in chain)
+    for source in chain:
+        if before < source:
+            before.prepend(source)
+    return before
+
+
+def _insert_mask(
+    gm: fx.GraphModule, before: fx.Node, key: str, mask: ChannelPolicy, computed: Mapping[str, fx.Node]
+) -> fx.Node:
     """Compute the group's mask ahead of the first parameter that it multiplies."""
     with gm.graph.inserting_before(before):
-        reads = tuple(gm.graph.get_attr(name) for name in mask.parameters_read)
+        reads = tuple(computed.get(name) or gm.graph.get_attr(name) for name in mask.parameters_read)
         node = gm.graph.create_node("call_module", f"{CHILD}.masks.{key}", reads, name=f"{key}_mask")
-    for created in (*reads, node):
+    for created in {*reads, node} - {*computed.values()}:
         created.meta = {"source": before.meta.get("source", "")}
     return node
 
@@ -105,8 +124,9 @@ def _multiply(gm: fx.GraphModule, slot: Slot, found: ChannelMap, placed: Placed,
 def _mask_along(
     gm: fx.GraphModule, after: fx.Node, classes: np.ndarray, name: str, placed: Placed, ctx: Context
 ) -> tuple[fx.Node, fx.Node]:
-    """The mask along an axis of these classes, computed after ``after``; also where to go on from."""
+    """The mask along an axis of these classes, and the node behind which it and ``after`` are computed."""
     here = _masks_along(classes, placed)
+    after = max([after, *(node for _, node in here)])
     index = _layout(classes, [group for group, _ in here])
     if len(here) == 1 and index == tuple(range(here[0][0].width)):
         return after, here[0][1]

@@ -28,6 +28,7 @@ from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.passes.verify_equivalence import Precision, Reference, eval_outputs
 from pdp_fx.plain import plain
+from pdp_fx.planning import parameters_of
 from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
@@ -84,6 +85,8 @@ def prepare(
     ctx = Context(spec, inputs, dict(named_modules(model)))
     ctx.put(pruner)
     ctx.put(watch)
+    if watch.record is not None and watch.sites is not None:
+        ctx.put(watch.sites)
     PREPARE.run(gm, ctx, on_pass)
     _keep_findings(gm, pruner, ctx)
     pruner.to(_device(model))
@@ -122,9 +125,7 @@ def penalty(model: nn.Module) -> Tensor:
         tensor(0.)
     """
     gm, pruner = _prepared(model, "penalty")
-    reads = (
-        (mask, (gm.get_parameter(name) for name in mask.parameters_read)) for _, mask in pruner.mask_items()
-    )
+    reads = ((mask, parameters_of(gm, mask)) for _, mask in pruner.mask_items())
     terms = [term for mask, weights in reads if (term := mask.penalty(*weights)) is not None]
     return torch.stack(terms).sum() if terms else torch.zeros((), device=_device(gm))
 

@@ -3,19 +3,24 @@
 No table says what an operation does to a weight. The part of the graph that computes it is run
 instead, with one half of a parameter set to zero, and then with the other: where zeros of the
 parameter come out as zeros of the weight, a mask of the parameter is a mask of the weight.
+
+Where they do not, as in weight standardisation, the value itself can be pruned if it has the shape of a
+parameter that nothing else uses: masks are put on the value, and `convert` writes it into the parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from pdp_fx.channels.record import StandIn
 from pdp_fx.channels.running import evaluating
+from pdp_fx.tracing.functions import acts_in_place
 
 Values = dict[str, Tensor]
 
@@ -55,11 +60,86 @@ def sources_of(node: fx.Node) -> list[fx.Node]:
     return [other for other in node.graph.nodes if other in found]
 
 
+def computed(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
+    """What a node that depends on nothing given gives in eval mode, differentiable in its parameters."""
+    with evaluating(gm):
+        return _value(gm, weight)
+
+
+def _value(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
+    run = fx.Interpreter(gm, garbage_collect_values=False)
+    for node in sources_of(weight):
+        run.env[node] = run.run_node(node)
+    return run.env[weight]
+
+
+class Standing:
+    """Finds the parameters that computed weights can stand for; the graph module must be in eval mode.
+
+    Args:
+        gm: the graph module.
+        names: the name of every parameter and buffer by its id.
+    """
+
+    def __init__(self, gm: fx.GraphModule, names: Mapping[int, str]) -> None:
+        self._gm, self._names = gm, names
+        self._readers: dict[str, list[fx.Node]] = {}
+        self._overwritten: set[fx.Node] = set()
+        for node in gm.graph.nodes:
+            for name in self._read_by(node):
+                self._readers.setdefault(name, []).append(node)
+            if acts_in_place(node):
+                self._overwritten.update(node.all_input_nodes)
+
+    def stand_in(self, weight: fx.Node, needed: bool) -> StandIn | None:
+        """How a weight can stand for a parameter of its shape that nothing else uses; None if it cannot.
+
+        Args:
+            weight: a node that depends on parameters, buffers and constants only.
+            needed: whether no parameter can be pruned in its place.
+        """
+        sources = sources_of(weight)
+        if not self._overwritten.isdisjoint(sources):
+            return None
+        with torch.no_grad():
+            value = _value(self._gm, weight)
+        read = {name: tensor for node in sources for name, tensor in self._read_by(node).items()}
+        for name, tensor in read.items():
+            alike = isinstance(tensor, nn.Parameter) and tensor.shape == value.shape
+            if alike and tensor.dtype == value.dtype and self._only_serves(name, sources):
+                return StandIn(name, weight.name, frozenset(read), needed)
+        return None
+
+    def _only_serves(self, name: str, sources: list[fx.Node]) -> bool:
+        """Whether all that reads a tensor, at once or through other nodes, only serves the last source."""
+        serving = set(self._readers[name])
+        if any(node.op != "get_attr" for node in serving):
+            return False
+        for node in sources[:-1]:
+            if not serving.isdisjoint(node.all_input_nodes):
+                serving.add(node)
+        inside = set(sources)
+        return serving <= inside and all(user in inside for node in serving for user in node.users)
+
+    def _read_by(self, node: fx.Node) -> dict[str, Tensor]:
+        """The parameters and buffers that a node gives or, inside a module, uses."""
+        if node.op not in ("get_attr", "call_module"):
+            return {}
+        owner, _, name = str(node.target).rpartition(".")
+        found = getattr(self._gm.get_submodule(owner), name, None)
+        held = [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
+        return {
+            self._names[id(each)]: each
+            for each in held
+            if isinstance(each, Tensor) and id(each) in self._names
+        }
+
+
 def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:
     """What each of the parameters ``names`` does to the value of ``weight``.
 
     Args:
-        gm: the graph module.
+        gm: the graph module, in eval mode.
         weight: a node that depends on parameters, buffers and constants only.
         names: parameters of at least two axes that it depends on.
         axis: the axis of the weight's input channels.
@@ -108,7 +188,7 @@ def _is_column(run: _Run, name: str, place: int, axis: int) -> bool:
 
 
 class _Run(fx.Interpreter):
-    """Computes a weight in eval mode; where a parameter is 0, as adapters start, it has another value."""
+    """Computes a weight; where a parameter is 0, as adapters start, it has another value."""
 
     def __init__(self, gm: fx.GraphModule, weight: fx.Node) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -131,7 +211,7 @@ class _Run(fx.Interpreter):
         value = super().get_attr(target, args, kwargs)
         if not isinstance(value, Tensor):
             return value
-        if not isinstance(value, torch.nn.Parameter):
+        if not isinstance(value, nn.Parameter):
             return value.clone()
         if target not in self.values:
             other = 0.5 + torch.rand(value.shape, generator=self.generator).to(value)
@@ -140,7 +220,7 @@ class _Run(fx.Interpreter):
 
     def _computed(self, chosen: Values) -> Tensor:
         self._chosen, self.env = chosen, {}
-        with evaluating(self.module), torch.no_grad():  # pyright: ignore[reportArgumentType]
+        with torch.no_grad():
             for node in self._nodes:
                 self.env[node] = self.run_node(node)
         return self.env[self._weight]

@@ -87,6 +87,21 @@ class KeptChannels:
 
 
 @dataclass(frozen=True)
+class ComputedWeight:
+    """A weight that is pruned as it is computed; `convert` writes its value into a parameter.
+
+    Attributes:
+        parameter: the parameter that it is written into.
+        node: the node of the graph that gives it.
+        source: the line of the model's code that this node comes from.
+    """
+
+    parameter: str
+    node: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What a prepared model prunes and what it keeps, in the order of the graph; ``str`` gives the text.
 
@@ -94,17 +109,21 @@ class Explanation:
         weights: the weights that are pruned one by one or N:M.
         groups: the channel groups that are pruned.
         kept: channels that stay although the spec asks, one entry for each group and reason.
+        computed: the weights among these that are computed from several parameters.
         skipped: (layer, reason) of layers that the spec's rule does not fit.
     """
 
     weights: tuple[PrunedWeight, ...]
     groups: tuple[PrunedGroup, ...]
     kept: tuple[KeptChannels, ...]
+    computed: tuple[ComputedWeight, ...]
     skipped: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
         sections = [_weight_table(weights) for weights in collected(self.weights, lambda weight: weight.rule)]
         sections += [_group_table(groups) for groups in collected(self.groups, lambda group: group.rule)]
+        if self.computed:
+            sections.append(_computed_table(self.computed))
         if self.kept:
             sections.append("\n".join(["Channels that stay", *_kept_lines(self.kept), STILL_POSSIBLE]))
         if self.skipped:
@@ -128,6 +147,7 @@ def explain(model: nn.Module) -> Explanation:
         _weights(gm, pruner),
         tuple(_pruned(gm, pruner)),
         tuple(kept for group in pruner.kept for kept in _kept(group)),
+        _computed(gm, pruner),
         pruner.skipped,
     )
 
@@ -139,6 +159,11 @@ def _weights(gm: fx.GraphModule, pruner: Pruner) -> tuple[PrunedWeight, ...]:
         PrunedWeight(name, rule_text(pruner.rules[key]), gm.get_parameter(name).numel())
         for key, name in names
     )
+
+
+def _computed(gm: fx.GraphModule, pruner: Pruner) -> tuple[ComputedWeight, ...]:
+    sources = {node.name: str(node.meta.get("source", "")) for node in gm.graph.nodes}
+    return tuple(ComputedWeight(name, node, sources[node]) for name, node in pruner.computed.items())
 
 
 def _pruned(gm: fx.GraphModule, pruner: Pruner) -> Iterator[PrunedGroup]:
@@ -207,6 +232,22 @@ def _group_table(groups: list[PrunedGroup]) -> str:
     ]
     headers = ("group", "channels", "at least", "made by", "masked at", "groups")
     return _table(f"Channel groups, {groups[0].rule}", headers, texts)
+
+
+def _computed_table(weights: Sequence[ComputedWeight]) -> str:
+    rows = collected(
+        weights, lambda weight: (skeleton(weight.parameter), skeleton(weight.node), weight.source)
+    )
+    texts = [
+        (
+            pattern([w.parameter for w in alike]),
+            few([f"%{name}" for name in patterns(w.node for w in alike)]),
+            alike[0].source,
+        )
+        for alike in rows
+    ]
+    headers = ("written into", "computed by", "in")
+    return _table("Computed weights, pruned as they are computed and written down by convert", headers, texts)
 
 
 def _rows(items: Sequence[Item], key: Callable[[Item], Hashable]) -> list[list[Item]]:

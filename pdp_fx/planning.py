@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded
 from pdp_fx.channel_policy import ChannelPolicy
+from pdp_fx.computed_weights import computed
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.granularity import rule_text
 from pdp_fx.ops.finite import all_finite
@@ -19,6 +20,9 @@ from pdp_fx.sharding import whole
 from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
 
 logger = logging.getLogger(__name__)
+
+CHILD = "pdp"
+"""The name of what `prepare` adds to a model."""
 
 
 @dataclass(frozen=True)
@@ -146,5 +150,13 @@ def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
 
 
 def parameters_of(gm: nn.Module, mask: MaskPolicy) -> list[Tensor]:
-    """The parameters that ``mask`` is computed from, gathered from all ranks where they are sharded."""
-    return [whole(gm.get_parameter(name)) for name in mask.parameters_read]
+    """The weights that ``mask`` is computed from, gathered from all ranks where they are sharded."""
+    return [weight_of(gm, name) for name in mask.parameters_read]
+
+
+def weight_of(gm: nn.Module, name: str) -> Tensor:
+    """The parameter ``name``, or in a prepared model the computed weight that stands for it, gathered."""
+    place: str | None = getattr(getattr(gm, CHILD, None), "computed", {}).get(name)
+    if place is None or not isinstance(gm, fx.GraphModule):
+        return whole(gm.get_parameter(name))
+    return whole(computed(gm, next(node for node in gm.graph.nodes if node.name == place)))

@@ -15,12 +15,10 @@ from torch import Tensor, fx, nn
 from pdp_fx.allocation import MacModel
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.errors import SpecError, StateError
-from pdp_fx.planning import Planner, parameters_of
+from pdp_fx.planning import CHILD, Planner, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
 from pdp_fx.spec import Channels, PruneSpec, Rule
-
-CHILD = "pdp"
 
 
 class Pruner(nn.Module):
@@ -36,6 +34,8 @@ class Pruner(nn.Module):
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
         skipped: what the spec asks for but does not fit, as (name, reason) pairs.
+        computed: parameters for which a computed weight is pruned, with the graph node that gives it;
+            `convert` writes its value into the parameter.
         channels: the model's channel structure, when it was prepared with example inputs.
         fingerprint: of the prepared graph module, to tell whether it still has these channels.
         tables: digests of its buffers of indices.
@@ -56,6 +56,7 @@ class Pruner(nn.Module):
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
         self.skipped: tuple[tuple[str, str], ...] = ()
+        self.computed: dict[str, str] = {}
         self.channels: ChannelMap | None = None
         self.fingerprint = ""
         self.tables: dict[str, str] = {}

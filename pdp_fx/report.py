@@ -18,10 +18,9 @@ from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context
 from pdp_fx.passes.find_sites import FindSites, Sites
-from pdp_fx.planning import parameters_of
+from pdp_fx.planning import parameters_of, weight_of
 from pdp_fx.policy import MaskPolicy, NMPolicy
 from pdp_fx.pruner import Pruner, find
-from pdp_fx.sharding import whole
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import ExampleInputs, trace
 
@@ -156,7 +155,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
     inputs = normalised(example_inputs)
     channels = None if inputs is None else analyse(gm, inputs, frozenset())
     names = [site.parameter for site in ctx.get(Sites).weights]
-    weights = {name: whole(gm.get_parameter(name)).detach() for name in names}
+    weights = {name: weight_of(gm, name).detach() for name in names}
     rows = [_row(name, weight, weight, channels) for name, weight in weights.items()]
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
@@ -170,7 +169,7 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
     rows: list[Row] = []
     with torch.no_grad():
         for name in pruner.weights:
-            weight, mine = whole(gm.get_parameter(name)).detach(), masks.get(name, [])
+            weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
             left = weight
             for mask in mine:
                 if not isinstance(mask, ChannelPolicy):

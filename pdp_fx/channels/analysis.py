@@ -8,6 +8,7 @@ channel is exactly 0 wherever it is read.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.grouping import Make, Stay, collect_groups, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot
-from pdp_fx.channels.record import Call, Production, Record
+from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
@@ -63,6 +64,7 @@ def analyse(
     inputs: Inputs,
     maskable: frozenset[str],
     through_norms: bool = False,
+    stand_ins: Iterable[StandIn] = (),
 ) -> ChannelMap:
     """Run ``gm`` on ``inputs`` once, in eval mode, and return its channel structure.
 
@@ -71,8 +73,10 @@ def analyse(
         inputs: positional and keyword arguments.
         maskable: names of the parameters that a mask can be put on.
         through_norms: whether residual streams that LayerNorm, RMSNorm or a mean runs over may go.
+        stand_ins: computed weights that can stand for parameters.
     """
-    return structure(observe(gm, inputs, maskable).record, gm, inputs, through_norms)
+    observed = observe(gm, inputs, maskable, stand_ins=stand_ins)
+    return structure(observed.record, gm, inputs, through_norms)
 
 
 def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms: bool) -> ChannelMap:
@@ -91,7 +95,11 @@ class Observed:
 
 
 def observe(
-    gm: fx.GraphModule, inputs: Inputs, maskable: frozenset[str], grouped: frozenset[str] = frozenset()
+    gm: fx.GraphModule,
+    inputs: Inputs,
+    maskable: frozenset[str],
+    grouped: frozenset[str] = frozenset(),
+    stand_ins: Iterable[StandIn] = (),
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and see what its labels meet.
 
@@ -100,13 +108,18 @@ def observe(
         inputs: positional and keyword arguments.
         maskable: names of the parameters that a mask can be put on.
         grouped: weights of grouped convolutions, also where each group has a single channel left.
+        stand_ins: computed weights that can stand for parameters.
     """
     flow = LabelFlow(gm, maskable, rule_of)
     flow.record.grouped |= grouped
+    computed = {by.node: by for by in stand_ins}
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
         _settle_norm(flow, result)
         check_sizes(gm, node, flow, result)
+        if node.name in computed and flow.stand_in(result, computed[node.name]):
+            given = Labelled(tuple(result.shape), flow.layers(result))
+            flow.record.values[computed[node.name].parameter] = (given,)
         if node.op == "output":
             flow.freeze_all(list(tensors(result)), RETURNED)
 
@@ -188,6 +201,7 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
         taint={name: [ids for _, _, ids in entries] for name, entries in record.taint.items()},
         batch=batch,
         classes=classes,
+        stand_ins=record.stand_ins,
     )
 
 

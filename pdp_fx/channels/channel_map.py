@@ -65,6 +65,8 @@ class ChannelMap:
         numbers: the numbers that nodes gave.
         taint: per number node, the labels whose count it depends on.
         batch: the size of the first axis of the first input tensor.
+        classes: the class of every label.
+        stand_ins: parameters for which a computed weight stands, with the node that gives it.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -84,6 +86,7 @@ class ChannelMap:
     taint: dict[str, list[Tensor]]
     batch: int
     classes: np.ndarray
+    stand_ins: dict[str, str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:
         """Nothing in a map ever changes, so a copied model shares it."""

@@ -10,24 +10,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from pdp_fx.channels.aliases import overlapping
+from pdp_fx.channels.aliases import OVERWRITTEN, Aliases
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
-from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized
+from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized, StandIn
 from pdp_fx.tracing.structure import flat_tensors
 
 aten = torch.ops.aten
-
-
-OVERWRITTEN = (
-    "it is written to in place through a view",
-    "make a new tensor instead, with torch.cat or torch.where",
-)
-"""Why what shares memory stays, and what would change it."""
 
 Rule = Callable[[Call, "LabelFlow"], None]
 RULES: dict[torch._ops.OpOverloadPacket | str, Rule] = {}
@@ -71,9 +65,9 @@ class LabelFlow(TorchDispatchMode):
         self._layers = WeakTensorKeyDictionary()
         self._stored = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
-        self._outdated = WeakTensorKeyDictionary()
-        self._sharing: dict[int, list[TensorWeakRef]] = {}
+        self._aliases = Aliases()
         self._names: dict[int, str] = {}
+        self._standing: list[Tensor] = []
         self._buffers = frozenset(name for name, _ in gm.named_buffers())
         for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
             self._names.setdefault(id(tensor), name)
@@ -89,29 +83,10 @@ class LabelFlow(TorchDispatchMode):
         self.looked = self.looked or func is aten._local_scalar_dense.default
         call = Call(func, args, kwargs or {}, result)
         if func._schema.is_mutable and not _fills_with_zero(call):
-            self._outdate_aliases(call)
+            self._aliases.note_writes(call, self._labelled, self._reason(*OVERWRITTEN))
         self._note_stored(call)
         self._rules(call)(call, self)
         return result
-
-    def _outdate_aliases(self, call: Call) -> None:
-        """Note that labels of what shares memory with a tensor that is written to no longer hold.
-
-        Nothing is lost as long as nobody reads such a tensor again; if somebody does, all that was in it and
-        all that was written stays.
-        """
-        for place, argument in enumerate(call.func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for written in flat_tensors(call.argument(place, argument.name)):
-                sharing = [ref() for ref in self._sharing.get(written.untyped_storage()._cdata, ())]
-                known = [tensor for tensor in sharing if tensor is not None and tensor is not written]
-                aliases = overlapping(written, known)
-                involved = [written, *aliases, *call.tensors()] if aliases else []
-                ids = [layer.ids for tensor in involved for layer in self._labelled(tensor)]
-                for alias in aliases:
-                    before = self._outdated.get(alias) or ()
-                    self._outdated[alias] = (*before, (ids, self._reason(*OVERWRITTEN)))
 
     def _note_stored(self, call: Call) -> None:
         sources = call.tensors()
@@ -125,9 +100,37 @@ class LabelFlow(TorchDispatchMode):
         """Whether a tensor is a parameter or buffer, or computed from those and constants only."""
         return bool(self._stored.get(tensor, id(tensor) in self._names))
 
+    def stand_in(self, value: Tensor, by: StandIn) -> bool:
+        """Let a computed weight stand for a parameter if it has to; returns whether it does.
+
+        It has to where no parameter can be pruned in its place, where labels did not come through, and where
+        they must stay because of how the weight is computed. What it is computed from then stays as it is.
+        """
+        if not by.needed and self._is_free(value):
+            return False
+        for slot in [slot for slot in self.record.slots if slot.tensor in by.sources]:
+            self.freeze(self.record.slots[slot], "convert writes down the weight that is computed from it")
+        self._standing.append(value)
+        self._names[id(value)] = by.parameter
+        self._lost[value] = ()
+        self._know(value, self._label_stored(by.parameter, value))
+        self.record.stand_ins[by.parameter] = by.node
+        return True
+
+    def _is_free(self, weight: Tensor) -> bool:
+        """Whether rows and columns of a computed weight can go with those that they are computed from."""
+        layers = self.layers(weight)
+        through = {axis for layer in layers if layer.all_zero for axis in layer.support}
+        if self._lost_by(weight) or any(
+            size > 1 and axis not in through for axis, size in enumerate(weight.shape[:2])
+        ):
+            return False
+        mine = np.concatenate([layer.ids.reshape(-1).numpy() for layer in layers] or [np.arange(0)])
+        return not any(np.isin(mine, ids).any() for ids, _ in self.record.ties.frozen)
+
     def layers(self, tensor: Tensor) -> tuple[Layer, ...]:
         """The label layers of ``tensor``; a parameter or buffer gets its own on first sight."""
-        for ids, reason in self._outdated.pop(tensor, None) or ():
+        for ids, reason in self._aliases.lost(tensor):
             for each in ids:
                 self.record.ties.freeze(each, reason)
         return self._labelled(tensor)
@@ -142,8 +145,7 @@ class LabelFlow(TorchDispatchMode):
 
     def _know(self, tensor: Tensor, layers: tuple[Layer, ...]) -> None:
         if tensor not in self._layers:
-            storage = tensor.untyped_storage()._cdata
-            self._sharing.setdefault(storage, []).append(TensorWeakRef(tensor))
+            self._aliases.add(tensor)
         self._layers[tensor] = layers
 
     def _label_stored(self, name: str, tensor: Tensor) -> tuple[Layer, ...]:

@@ -46,6 +46,23 @@ class Production:
 
 
 @dataclass(frozen=True)
+class StandIn:
+    """A computed weight that can stand for a parameter of its shape and dtype.
+
+    Attributes:
+        parameter: the qualified name of a parameter that serves to compute this weight only.
+        node: the name of the graph node that gives the weight.
+        sources: the parameters and buffers that it is computed from.
+        needed: whether no parameter can be pruned in its place.
+    """
+
+    parameter: str
+    node: str
+    sources: frozenset[str]
+    needed: bool
+
+
+@dataclass(frozen=True)
 class NormSite:
     """A node whose statistics run over channels, and which can be given a mask of them.
 
@@ -131,6 +148,7 @@ class Record:
         numbers: the numbers that nodes gave.
         resized: nodes whose sizes have to be written anew when channels go.
         taint: for every number node, which labels its value counts.
+        stand_ins: parameters for which a computed weight stands, with the node that gives it.
     """
 
     ties: Ties = field(default_factory=Ties)
@@ -149,3 +167,4 @@ class Record:
     values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
     resized: list[str] = field(default_factory=list[str])
     taint: dict[str, list[Tainted]] = field(default_factory=dict[str, "list[Tainted]"])
+    stand_ins: dict[str, str] = field(default_factory=dict[str, str])

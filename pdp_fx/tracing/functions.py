@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import has_side_effect
 
 Form = tuple[str, str | Callable[..., Any], tuple[Any, ...]]
@@ -100,6 +101,14 @@ def is_setter(function: Callable[..., Any]) -> bool:
 def is_in_place(name: str) -> bool:
     """Whether a method of this name changes its tensor."""
     return name in _IN_PLACE or name == "__setitem__"
+
+
+def acts_in_place(node: fx.Node) -> bool:
+    """Whether a node calls a function or method that changes a tensor."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return is_in_place(f"__{name}__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:

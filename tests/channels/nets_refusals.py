@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.ops import deform_conv2d  # pyright: ignore[reportMissingTypeStubs]
 
 from tests.channels.construct import Construct, conv_bn, images, sequences, signals
@@ -95,28 +94,6 @@ class RmsNormByHand(RmsNormStream):
         x = self.stem(x)
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.norm.weight
         return self.head(x + self.down(F.silu(self.up(y))))
-
-
-class SpectralNorm(Between):
-    def __init__(self) -> None:
-        super().__init__()
-        self.normed = spectral_norm(nn.Conv2d(8, 8, 3, padding=1))
-
-    def act(self, x: Tensor) -> Tensor:
-        return F.relu(self.normed(x))
-
-
-class StandardisedWeight(Between):
-    """Mean and variance of a row's weights are taken over its columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3, padding=1)
-
-    def act(self, x: Tensor) -> Tensor:
-        w = self.conv.weight
-        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
-        return F.relu(F.conv2d(x, w, self.conv.bias, padding=1))
 
 
 class DataDependentIf(Between):
@@ -429,9 +406,7 @@ REFUSALS = (
     Construct(LayerNormOfImage, images(), removed=7),
     Construct(RmsNormStream, sequences(), removed=8, reason="runs over these channels"),
     Construct(RmsNormByHand, sequences(), removed=8, reason="mean runs over these channels"),
-    Construct(SpectralNorm, images(), removed=3, reason="norm"),
     Construct(UndecidedModule, images(), removed=3, reason="Undecided decides by its data"),
-    Construct(StandardisedWeight, images(), removed=3, reason="std runs over these channels"),
     Construct(DataDependentIf, images(), removed=3, reason="data"),
     Construct(DataDependentMethod, images(), removed=3, reason="data"),
     Construct(DataDependentIfInside, images(), removed=3, reason="data"),

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from tests.channels.construct import Construct, conv_bn, images, sequences
 
@@ -186,7 +186,7 @@ class WeightNormByHook(nn.Module):
 
 
 class LengthOfWholeWeight(nn.Module):
-    """One length for the whole weight: no row can go, since it is a part of the length."""
+    """One length for the whole weight, of which every row is a part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,8 +212,81 @@ class SafeUnitRows(UnitRows):
         return self.head(F.relu(F.linear(x, F.normalize(self.weight))))
 
 
+class SpectralNorm(nn.Module):
+    """A weight is divided by its largest singular value, of which buffers keep an estimate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = conv_bn(3, 8), nn.Conv2d(6, 5, 1)
+        self.conv = spectral_norm(nn.Conv2d(8, 6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.conv(F.relu(self.stem(x)))))
+
+
+class StandardisedWeight(nn.Module):
+    """Mean and deviation of a row's weights are taken over its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = conv_bn(3, 8), nn.Conv2d(6, 5, 1)
+        self.conv = nn.Conv2d(8, 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.conv.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return self.head(F.relu(F.conv2d(F.relu(self.stem(x)), w, self.conv.bias)))
+
+
+class ScaledStandardised(nn.Conv2d):
+    """Weight standardisation by a norm, with a gain for each row (NFNet)."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, groups: int = 1) -> None:
+        super().__init__(inputs, outputs, size, padding=size // 2, groups=groups)
+        self.gain = nn.Parameter(torch.rand(outputs, 1, 1, 1) + 0.5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        scale = (self.gain * rows.shape[2] ** -0.5).view(-1)
+        weight = F.batch_norm(rows, None, None, weight=scale, training=True, momentum=0.0)
+        return F.conv2d(
+            input, weight.reshape_as(self.weight), self.bias, padding=self.padding, groups=self.groups
+        )
+
+
+class NormFreeBlock(nn.Module):
+    """A residual block of standardised convolutions: plain, grouped and depthwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.narrow = ScaledStandardised(3, 8, 3), ScaledStandardised(8, 4, 1)
+        self.grouped, self.deep = ScaledStandardised(4, 4, 3, groups=2), ScaledStandardised(4, 4, 3, groups=4)
+        self.widen, self.head = ScaledStandardised(4, 8, 1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = F.silu(self.narrow(F.silu(x)))
+        return self.head(F.silu(x + 0.2 * self.widen(F.silu(self.deep(F.silu(self.grouped(y)))))))
+
+
+class StandardisedBeforeGroups(nn.Module):
+    """Standardised convolutions between group norms (BiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = (
+            ScaledStandardised(3, 8, 3),
+            ScaledStandardised(8, 8, 3),
+            nn.Conv2d(8, 5, 1),
+        )
+        self.before, self.after = nn.GroupNorm(2, 8), nn.GroupNorm(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.after(self.conv(F.relu(self.before(self.stem(x)))))))
+
+
 class OrthogonalWeight(nn.Module):
-    """Nobody knows what becomes of a row."""
+    """Nobody knows what becomes of a row, but the weight can be written down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,10 +306,14 @@ WEIGHTS = (
     Construct(ScaledWeight, images(), removed=7),
     Construct(WeightNorm, images(), removed=7),
     Construct(WeightNormByHook, sequences(), removed=8),
-    Construct(LengthOfWholeWeight, sequences(), reason="norm"),
+    Construct(LengthOfWholeWeight, sequences(), removed=4),
     Construct(UnitRows, sequences(), removed=4),
     Construct(SafeUnitRows, sequences(), removed=4),
-    Construct(OrthogonalWeight, sequences(), reason="no channel rule for tril"),
+    Construct(OrthogonalWeight, sequences(), removed=4),
+    Construct(SpectralNorm, images(), removed=7),
+    Construct(StandardisedWeight, images(), removed=7),
+    Construct(NormFreeBlock, images(), removed=8),
+    Construct(StandardisedBeforeGroups, images(), removed=8),
     Construct(WeightFromInput, images()),
     Construct(MixedKernels, images(), removed=4),
     Construct(ParameterTables, sequences(), removed=8),

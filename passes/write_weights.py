@@ -1,0 +1,48 @@
+"""Write computed weights into the parameters that they stand for.
+
+In eval mode a weight that is computed from parameters is a constant. Once it is written down, a layer with
+weight standardisation, say, is a plain one, and what it was computed from is not needed any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from pdp_fx.compiler import Context, Pass
+from pdp_fx.computed_weights import computed, sources_of
+from pdp_fx.passes.harden_masks import frozen_as, swap_tensors
+from pdp_fx.pruner import Pruner
+
+
+@dataclass(frozen=True)
+class WriteWeights(Pass):
+    """Leaves a graph that reads each pruned weight from a parameter; a mask then reads that, too."""
+
+    name: ClassVar[str] = "write-weights"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        pruner = ctx.get(Pruner)
+        nodes = {node.name: node for node in gm.graph.nodes}
+        for name, place in pruner.computed.items():
+            old = gm.get_parameter(name)
+            with torch.no_grad():
+                swap_tensors(gm, {old: frozen_as(old, computed(gm, nodes[place]))})
+            _read_instead(gm.graph, nodes[place], name)
+        written, pruner.computed = bool(pruner.computed), {}
+        return written
+
+
+def _read_instead(graph: fx.Graph, weight: fx.Node, name: str) -> None:
+    """Read the parameter ``name`` in the place of a weight, and drop what only served to compute that."""
+    with graph.inserting_before(weight):
+        read = graph.get_attr(name)
+    read.meta = dict(weight.meta)
+    sources = sources_of(weight)
+    weight.replace_all_uses_with(read)
+    for source in reversed(sources):
+        if not source.users:
+            graph.erase_node(source)
