@@ -8,14 +8,15 @@ or two that always go together, such as those of one head when a single head is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 from torch import fx
 
 from pdp_fx.channels.analysis import observe
-from pdp_fx.channels.record import Record
+from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.record import Record, StandIn
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import fresh, trial
@@ -34,7 +35,7 @@ class CheckOrder(Pass):
             return False
         with trial(gm):
             inputs, grouped = fresh(ctx.example_inputs), shrunk.found.grouped
-            after = observe(gm, inputs, frozenset(), grouped).record
+            after = observe(gm, inputs, frozenset(), grouped, _left(gm, shrunk.found)).record
         wrong = _new_meetings(shrunk, after)
         if wrong:
             raise VerifyError(
@@ -42,6 +43,12 @@ class CheckOrder(Pass):
                 "This is a bug of this package; the model you gave is untouched"
             )
         return False
+
+
+def _left(gm: fx.GraphModule, before: ChannelMap) -> list[StandIn]:
+    """The computed weights that stood for parameters and were not written down, since they lose nothing."""
+    nodes = {node.name for node in gm.graph.nodes}
+    return [replace(by, needed=True) for by in before.stand_ins.values() if by.node in nodes]
 
 
 def _new_meetings(shrunk: Shrunk, after: Record) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from pdp_fx.channels.labels import Reason, Slot
-from pdp_fx.channels.record import Contraction, Labelled, NormSite
+from pdp_fx.channels.record import Contraction, Labelled, NormSite, StandIn
 from pdp_fx.channels.resizing import Kept
 from pdp_fx.errors import PassError
 
@@ -66,7 +66,7 @@ class ChannelMap:
         taint: per number node, the labels whose count it depends on.
         batch: the size of the first axis of the first input tensor.
         classes: the class of every label.
-        stand_ins: parameters for which a computed weight stands, with the node that gives it.
+        stand_ins: the computed weights that stand for parameters, by the parameter.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -86,7 +86,7 @@ class ChannelMap:
     taint: dict[str, list[Tensor]]
     batch: int
     classes: np.ndarray
-    stand_ins: dict[str, str]
+    stand_ins: dict[str, StandIn]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:
         """Nothing in a map ever changes, so a copied model shares it."""

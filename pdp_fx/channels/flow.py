@@ -114,7 +114,7 @@ class LabelFlow(TorchDispatchMode):
         self._names[id(value)] = by.parameter
         self._lost[value] = ()
         self._know(value, self._label_stored(by.parameter, value))
-        self.record.stand_ins[by.parameter] = by.node
+        self.record.stand_ins[by.parameter] = by
         return True
 
     def _is_free(self, weight: Tensor) -> bool:

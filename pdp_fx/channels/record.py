@@ -148,7 +148,7 @@ class Record:
         numbers: the numbers that nodes gave.
         resized: nodes whose sizes have to be written anew when channels go.
         taint: for every number node, which labels its value counts.
-        stand_ins: parameters for which a computed weight stands, with the node that gives it.
+        stand_ins: the computed weights that stand for parameters, by the parameter.
     """
 
     ties: Ties = field(default_factory=Ties)
@@ -167,4 +167,4 @@ class Record:
     values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
     resized: list[str] = field(default_factory=list[str])
     taint: dict[str, list[Tainted]] = field(default_factory=dict[str, "list[Tainted]"])
-    stand_ins: dict[str, str] = field(default_factory=dict[str, str])
+    stand_ins: dict[str, StandIn] = field(default_factory=dict[str, StandIn])

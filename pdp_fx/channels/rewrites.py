@@ -87,13 +87,30 @@ def _narrow(node: fx.Node, job: Job) -> None:
 
 
 def _reorder(node: fx.Node, job: Job) -> None:
-    """A roll or a choice of places along one axis becomes a choice of the places that stay."""
+    """A choice of places along one axis becomes a choice of the places that stay."""
     changed = [axis for axis in job.source.stays if job.source.changes(axis)]
-    if not changed:
-        return
-    (axis,) = changed
-    node.op, node.target = "call_function", operator.getitem
-    node.args, node.kwargs = (node.args[0], (*([slice(None)] * axis), chosen(job, axis))), {}
+    if changed:
+        (axis,) = changed
+        node.op, node.target = "call_function", operator.getitem
+        node.args, node.kwargs = (node.args[0], (*([slice(None)] * axis), chosen(job, axis))), {}
+
+
+def _roll(node: fx.Node, job: Job) -> None:
+    """A roll along an axis that shrinks becomes a choice of places; along other axes it stays."""
+    shifts, dims = (
+        given if isinstance(given, (tuple, list)) else (given,)
+        for given in _arguments(node, 1, ("shifts", "dims"), 2)
+    )
+    rank = len(job.source.value.shape)
+    others = [(s, d) for s, d in zip(shifts, dims, strict=True) if not job.source.changes(int(d) % rank)]
+    if others and len(others) < len(dims):
+        with node.graph.inserting_before(node):
+            rest = node.graph.call_function(
+                torch.roll, (node.args[0], *map(tuple, zip(*others, strict=True)))
+            )
+        rest.meta = dict(node.meta)
+        node.update_arg(0, rest)
+    _reorder(node, job)
 
 
 def _reorder_fits(node: fx.Node, record: Record) -> bool:
@@ -157,6 +174,7 @@ def _groups(node: fx.Node, job: Job) -> None:
 _SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split)
 _NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
+_ROLL = Rewrite(_roll, _reorder_fits)
 
 RESIZERS: dict[Any, Rewrite] = {
     "view": _SIZES, "reshape": _SIZES, torch.reshape: _SIZES, "expand": _SIZES, torch.broadcast_to: _SIZES,
@@ -166,7 +184,7 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.tensor_split: _SPLIT, "tensor_split": _SPLIT, "unsafe_chunk": _SPLIT,
     torch.functional.split: _SPLIT, torch.narrow: _NARROW, "narrow": _NARROW,
     operator.getitem: Rewrite(subscript, subscript_fits), functional.pad: _PAD,
-    torch.constant_pad_nd: _PAD, torch.roll: _REORDER, "roll": _REORDER, torch.index_select: _REORDER,
+    torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
 }  # fmt: skip
@@ -212,4 +230,4 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
 
 def always_told(node: fx.Node) -> bool:
     """Whether ``node`` is told a number of channels even where it lays nothing out anew."""
-    return node.target in GROUPED or node.target in NORMS
+    return node.target in GROUPED or node.target in NORMS or node.target in (torch.narrow, "narrow")

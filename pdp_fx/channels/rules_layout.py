@@ -39,13 +39,17 @@ def layout(call: Call, flow: LabelFlow) -> None:
     """Run the operation on every label layer of its tensor."""
     source = call.args[0]
     flow.freeze_all(call.tensors()[1:], "these values choose places of another tensor")
+    if call.func.overloadpacket is aten.roll and not call.argument(2, "dims", ()):
+        flow.freeze_all([source], "it is rolled along all axes at once", "name the axis to roll along")
+        flow.put(call.result, ())
+        return
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     moved: list[list[Layer]] = [[] for _ in results]
     for layer in _cut_whole(call, flow):
         for index, new in enumerate(_move(layer, tuple(source.shape), call)):
             moved[index].append(new)
             _note_part(layer, new, call, flow)
-            if call.func.overloadpacket in SIZED and laid_out_anew(layer, new):
+            if call.func.overloadpacket in SIZED and _is_told(layer, new, index, call):
                 flow.sized.append(Sized(layer, new))
     if call.func.overloadpacket is aten.expand:
         moved[0].extend(_broadcast(source, call.result, flow))
@@ -65,8 +69,7 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
     source, packet = call.args[0], call.func.overloadpacket
     if packet not in CUTS:
         return list(flow.layers(source))
-    names = [argument.name for argument in call.func._schema.arguments]
-    axis = int((dict(zip(names, call.args, strict=False)) | call.kwargs).get("dim", 0)) % source.ndim
+    axis = _dim(call) % source.ndim
     layers: list[Layer] = []
     for layer in flow.layers(source):
         if axis in layer.support and len(layer.support) > 1:
@@ -80,6 +83,13 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
             flow.freeze(layer.ids.select(axis, int(call.args[2])), why, "give it a layer of its own")
         layers.append(layer)
     return layers
+
+
+def _dim(call: Call) -> Any:
+    """The argument ``dim``: an axis, or a list of them."""
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    return given.get("dim", given.get("dims", 0))
 
 
 def _broadcast(source: Tensor, result: Tensor, flow: LabelFlow) -> list[Layer]:
@@ -125,6 +135,29 @@ def laid_out_anew(before: Layer, after: Layer) -> bool:
     """Whether the labels' order, number or axis has changed."""
     same = before.support == after.support and before.ids.ndim == after.ids.ndim
     return not same or not torch.equal(before.ids.reshape(-1), after.ids.reshape(-1))
+
+
+def _is_told(before: Layer, after: Layer, place: int, call: Call) -> bool:
+    """Whether an operation is told sizes or places of these labels: with fewer of them it does another thing.
+
+    It may be so although all are where they were: a view by the shape that a tensor has, a whole turn.
+    """
+    if laid_out_anew(before, after):
+        return True
+    shape = call.args[0].shape
+    counts = [(axis, gone) for axis in before.support for gone in (1, 2, 3) if gone < shape[axis]]
+    return any(not _keeps_up(before, axis, shape[axis] - left, place, call) for axis, left in counts)
+
+
+def _keeps_up(layer: Layer, axis: int, left: int, place: int, call: Call) -> bool:
+    """Whether an operation that changes nothing does so, too, with ``left`` labels along an axis."""
+    ids = layer.ids.narrow(axis, 0, left)
+    shape = [left if at == axis else size for at, size in enumerate(call.args[0].shape)]
+    try:
+        moved = _apply(call, ids.expand(shape))
+    except (RuntimeError, IndexError):
+        return False
+    return place < len(moved) and moved[place].shape[axis] == left and bool((moved[place] == ids).all())
 
 
 def _move(layer: Layer, shape: tuple[int, ...], call: Call) -> list[Layer]:

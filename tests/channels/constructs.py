@@ -11,6 +11,7 @@ from tests.channels.nets_regions import REGIONS
 from tests.channels.nets_reshaping import RESHAPING
 from tests.channels.nets_sharing import SHARING
 from tests.channels.nets_sizes import SIZES
+from tests.channels.nets_unmoved import UNMOVED
 from tests.channels.nets_weights import WEIGHTS
 
 CONSTRUCTS: tuple[Construct, ...] = (
@@ -21,6 +22,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *ATTENTION,
     *ALIASING,
     *NORMS,
+    *UNMOVED,
     *WEIGHTS,
     *SIZES,
     *REGIONS,

@@ -95,4 +95,17 @@ FOUND = (
         Channels(ratio=0.5),
         "uniform",
     ),
+    Found(
+        "a whole turn is none any more",
+        (Step("conv_bn_relu", (0,)), Step("roll", (1,), 3)),
+        Channels(ratio=0.2),
+        "uniform",
+    ),
+    Found(
+        "a computed weight that loses nothing is not written down",
+        (Step("conv_bn_relu", (0,)), Step("pixel_unshuffle", (0,)), Step("standardised", (2,)))
+        + (Step("relu", (3,)), Step("softmax_channels", (4,))),
+        Channels(ratio=0.2),
+        "uniform",
+    ),
 )

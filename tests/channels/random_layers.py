@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
+from tests.channels.nets_weights import ScaledStandardised
 from tests.channels.random_ops import WIDTHS, Fit, Layer, Shape, image, only
 
 
@@ -67,6 +69,17 @@ class Buffered(nn.Module):
         return x * self.scale + self.shift
 
 
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank adapter."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.down, self.up = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.randn(outputs, 2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight + self.up @ self.down, self.bias)
+
+
 class AlongChannels(nn.Module):
     """A layer whose module sees channels first, as Conv1d does, on tokens."""
 
@@ -118,6 +131,10 @@ LAYERS: dict[str, Layer] = {
     ),
     "grouped_2": (_grouped(2), lambda s, k: _conv(s, 2 * (k + 2), groups=2)),
     "grouped_3": (_grouped(3), lambda s, k: _conv_bn(s, 3 * (k + 2), groups=3)),
+    "standardised": (_wide("image"), lambda s, k: ScaledStandardised(s[1], WIDTHS[k], 3)),
+    "standardised_2": (_grouped(2), lambda s, k: ScaledStandardised(s[1], 2 * (k + 2), 3, groups=2)),
+    "spectral": (_wide("image"), lambda s, k: spectral_norm(_conv(s, WIDTHS[k]))),
+    "adapted": (_wide("tokens"), lambda s, k: Adapted(s[1], WIDTHS[k])),
     "depthwise": (only("image"), lambda s, k: _conv(s, s[1], groups=s[1], bias=k > 1)),
     "multiplied": (image(lambda c, s, k: (2 * c, s)), lambda s, k: _conv_bn(s, 2 * s[1], groups=s[1])),
     "up": (image(lambda c, s, k: (WIDTHS[k], 2 * s)), lambda s, k: _up(s, WIDTHS[k])),
