@@ -105,7 +105,7 @@ def _expose(
     kind = kind_of(module)
     if kind is None:
         return
-    for parameter in kind.parameters:
+    for parameter in kind.given_to(module):
         tensor = getattr(module, parameter)
         if tensor is None or names.get(id(tensor)) not in wanted:
             continue

@@ -112,13 +112,16 @@ def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> li
     """The weights that the modules inside ``node`` own and use."""
     if node.op != "call_module":
         return []
-    layers = [module for module in layers_in(gm, node) if getattr(kind_of(module), "prunable", False)]
-    # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
-    return [
-        (names[id(layer.weight)], _Use(node.name, "", "" if input_axis(layer) == 1 else _turned(layer)))
-        for layer in layers
-        if id(layer.weight) in names
-    ]
+    found: list[tuple[str, _Use]] = []
+    for layer in layers_in(gm, node):
+        kind = kind_of(layer)
+        for name in kind.weights_of(layer) if kind is not None else ():
+            # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
+            known = names.get(id(getattr(layer, name)))
+            if known is not None:
+                use = _Use(node.name, "", "" if input_axis(layer) == 1 else _turned(layer))
+                found.append((known, use))
+    return found
 
 
 def _turned(layer: nn.Module) -> str:
@@ -216,6 +219,6 @@ def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> set[str]:
             continue
         module = gm.get_submodule(str(node.target))
         kind = kind_of(module)
-        reachable = kind.parameters if kind is not None else ()
+        reachable = kind.given_to(module) if kind is not None else ()
         found |= {names[id(tensor)] for name, tensor in module.named_parameters() if name not in reachable}
     return found

@@ -14,7 +14,7 @@ from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.masks import MaskOwnWeight
 from pdp_fx.ops.explicit import mask_axis, reclass
-from pdp_fx.ops.kinds import kind_of
+from pdp_fx.ops.kinds import ModuleKind, kind_of
 from pdp_fx.ops.masked_norm import PLAIN
 from pdp_fx.passes.expose_parameters import swap_modules
 from pdp_fx.planning import parameters_of
@@ -82,20 +82,20 @@ def frozen_as(old: nn.Parameter, value: Tensor, fresh: bool = False) -> nn.Param
 
 def _harden_inside(gm: fx.GraphModule) -> None:
     """Write masked weights into the layers that read them by a hook."""
-    swaps: dict[nn.Module, nn.Module] = {}
+    hooked: dict[nn.Module, ModuleKind] = {}
     for layer in gm.modules():
         hooks: dict[int, Any] = vars(layer)["_forward_pre_hooks"]
         for key, hook in list(hooks.items()):
             kind = kind_of(layer)
             if not isinstance(hook, MaskOwnWeight) or kind is None:
                 continue
-            old = layer.get_parameter("weight")
+            old = layer.get_parameter(hook.name)
             with torch.no_grad():
                 swap_tensors(gm, {old: frozen_as(old, hook.mask(old))})
             del hooks[key]
             vars(layer)["_forward_pre_hooks_with_kwargs"].pop(key, None)
-            swaps[layer] = reclass(layer, kind.plain)
-    swap_modules(gm, swaps)
+            hooked[layer] = kind
+    swap_modules(gm, {layer: reclass(layer, kind.plain) for layer, kind in hooked.items()})
 
 
 def _unmask_norm(node: fx.Node) -> None:

@@ -57,9 +57,13 @@ def _mask_inside(gm: fx.GraphModule, masks: Mapping[int, MaskPolicy]) -> None:
     for node in gm.graph.find_nodes(op="call_module"):
         whole = gm.get_submodule(str(node.target))
         for layer in layers_in(gm, node):
-            kind, mask = kind_of(layer), masks.get(id(getattr(layer, "weight", None)))
-            if layer is whole or layer in swaps or kind is None or mask is None:
+            kind = kind_of(layer)
+            if layer is whole or layer in swaps or kind is None:
                 continue
-            swaps[layer] = layer if type(layer) is kind.explicit else reclass(layer, kind.explicit)
-            swaps[layer].register_forward_pre_hook(MaskOwnWeight(mask), with_kwargs=True)
+            own = {name: masks.get(id(getattr(layer, name))) for name in kind.weights_of(layer)}
+            if any(mask is not None for mask in own.values()):
+                swaps[layer] = layer if type(layer) is kind.explicit else reclass(layer, kind.explicit)
+            for name, mask in own.items():
+                if mask is not None:
+                    swaps[layer].register_forward_pre_hook(MaskOwnWeight(mask, name), with_kwargs=True)
     swap_modules(gm, swaps)

@@ -28,7 +28,7 @@ class RestoreModules(Pass):
             kind = kind_of(module)
             if kind is None:
                 continue
-            given = [name for name in kind.parameters if name in node.kwargs]
+            given = [name for name in kind.given_to(module) if name in node.kwargs]
             for name in given:
                 _check_own(gm, node, name)
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in given}

@@ -131,13 +131,14 @@ class MaskLayout(nn.Module):
 
 
 class MaskOwnWeight:
-    """A forward hook that gives a layer its own weight, masked; for layers inside modules kept whole."""
+    """A forward hook that gives a layer a weight of its own, masked; for layers inside modules kept whole."""
 
-    def __init__(self, mask: MaskPolicy) -> None:
+    def __init__(self, mask: MaskPolicy, name: str) -> None:
         self.mask = mask
+        self.name = name
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Add the masked weight to the layer's arguments."""
-        return args, kwargs | {"weight": self.mask(module.get_parameter("weight"))}
+        return args, kwargs | {self.name: self.mask(module.get_parameter(self.name))}

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from pdp_fx.ops import explicit
+from pdp_fx.ops import explicit_recurrent as recurrent
 
 Fold = Callable[[nn.Module, nn.Module], tuple[Tensor, Tensor]]
 Refresh = Callable[[nn.Module, int | None], None]
@@ -64,6 +65,10 @@ def _refresh_group_norm(module: nn.Module, inputs: int | None) -> None:
         norm.num_channels = inputs
 
 
+def _refresh_nothing(module: nn.Module, inputs: int | None) -> None:
+    """No channels of a recurrent module go."""
+
+
 def fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Every row of the weight makes one output channel."""
     layer, (scale, shift) = cast(nn.Conv2d, module), _affine(norm)
@@ -95,8 +100,9 @@ class ModuleKind:
     Attributes:
         plain: the type itself; subclasses do not count, they may compute anything.
         explicit: the same module with parameters as arguments (`pdp_fx.ops.explicit`).
-        parameters: the parameters that can be given.
-        prunable: whether ``weight`` is pruned unstructured or N:M.
+        parameters: the parameters that can be given; of a recurrent module, which has names for each of its
+            layers, none is listed here.
+        prunable: whether its weights are pruned unstructured or N:M.
         refresh: updates the module's sizes from its tensors and its number of input channels.
         fold: the weight and bias that also do the work of a BatchNorm after the module.
         takes_mask: whether the explicit module takes a mask of the channels it normalises.
@@ -111,6 +117,14 @@ class ModuleKind:
     fold: Fold | None = None
     norm_ranks: tuple[int, ...] = ()
     takes_mask: bool = False
+
+    def given_to(self, module: nn.Module) -> tuple[str, ...]:
+        """The parameters that can be given to a module of this kind."""
+        return self.parameters or tuple(name for name, _ in module.named_parameters(recurse=False))
+
+    def weights_of(self, module: nn.Module) -> tuple[str, ...]:
+        """Those that are pruned unstructured or N:M: matrices and kernels."""
+        return tuple(name for name in self.given_to(module) if self.prunable and name.startswith("weight"))
 
 
 _BOTH = ("weight", "bias")
@@ -155,6 +169,12 @@ _KINDS = (
     ModuleKind(nn.BatchNorm1d, explicit.ExplicitBatchNorm1d, _BOTH, False, _refresh_norm, norm_ranks=(2, 3)),
     ModuleKind(nn.BatchNorm2d, explicit.ExplicitBatchNorm2d, _BOTH, False, _refresh_norm, norm_ranks=(4,)),
     ModuleKind(nn.BatchNorm3d, explicit.ExplicitBatchNorm3d, _BOTH, False, _refresh_norm, norm_ranks=(5,)),
+    ModuleKind(nn.LSTM, recurrent.ExplicitLSTM, (), True, _refresh_nothing),
+    ModuleKind(nn.GRU, recurrent.ExplicitGRU, (), True, _refresh_nothing),
+    ModuleKind(nn.RNN, recurrent.ExplicitRNN, (), True, _refresh_nothing),
+    ModuleKind(nn.LSTMCell, recurrent.ExplicitLSTMCell, (), True, _refresh_nothing),
+    ModuleKind(nn.GRUCell, recurrent.ExplicitGRUCell, (), True, _refresh_nothing),
+    ModuleKind(nn.RNNCell, recurrent.ExplicitRNNCell, (), True, _refresh_nothing),
 )
 _BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind in _KINDS}
 

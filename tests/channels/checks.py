@@ -53,6 +53,8 @@ def train(model: nn.Module, batches: list[tuple[Any, ...]]) -> None:
         loss = sum(out.square().mean() for out in outputs(model, batch))
         if isinstance(loss, Tensor):
             loss.backward()
+        # Products of channels with themselves have gradients that would throw a net anywhere.
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
 
 

@@ -68,23 +68,26 @@ def test_groups_that_do_not_fit_are_skipped_with_the_reason() -> None:
     assert found.skipped == (("conv", "3 input channels do not divide into groups of 4"),)
 
 
-class Recurrent(nn.Module):
+class Quadratic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(10, 6)
-        self.rnn = nn.GRU(6, 5, batch_first=True)
+        self.form = nn.Bilinear(6, 6, 5)
         self.fc = nn.Linear(5, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.fc(self.rnn(self.table(tokens))[0])
+        read = self.table(tokens)
+        return self.fc(self.form(read, read))
 
 
 def test_weights_that_a_module_keeps_to_itself_are_said() -> None:
     tokens = torch.randint(0, 10, (2, 4))
-    _, ctx = prepare_until(Recurrent(), at_once(Unstructured(0.5)), tokens, "choose-targets")
+    _, ctx = prepare_until(Quadratic(), at_once(Unstructured(0.5)), tokens, "choose-targets")
     assert weights(ctx.get(Plan)) == {"fc.weight": Unstructured(0.5)}
-    assert ctx.get(Plan).skipped == (("rnn", "GRU uses its weights inside itself, out of reach of a mask"),)
-    _, ctx = prepare_until(Recurrent(), at_once(Unstructured(0.5), {"rnn": None}), tokens, "choose-targets")
+    assert ctx.get(Plan).skipped == (
+        ("form", "Bilinear uses its weights inside itself, out of reach of a mask"),
+    )
+    _, ctx = prepare_until(Quadratic(), at_once(Unstructured(0.5), {"form": None}), tokens, "choose-targets")
     assert ctx.get(Plan).skipped == ()
 
 

@@ -1,0 +1,73 @@
+"""Recurrent torch.nn modules whose parameters arrive as arguments, under the modules' own names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def _holding(module: nn.Module, given: Mapping[str, Tensor]) -> Generator[None]:
+    """Let a module read the given tensors in the place of its parameters."""
+    table, listed = vars(module)["_parameters"], vars(module).get("_flat_weights")
+    vars(module)["_parameters"] = {**table, **given}
+    if listed is not None:
+        names = vars(module)["_flat_weights_names"]
+        vars(module)["_flat_weights"] = [given.get(n, w) for n, w in zip(names, listed, strict=True)]
+    try:
+        yield
+    finally:
+        vars(module)["_parameters"] = table
+        if listed is not None:
+            vars(module)["_flat_weights"] = listed
+
+
+class ExplicitLSTM(nn.LSTM):
+    """`torch.nn.LSTM` with explicit parameters."""
+
+    def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
+        with _holding(self, given):
+            return super().forward(input, hx)
+
+
+class ExplicitGRU(nn.GRU):
+    """`torch.nn.GRU` with explicit parameters."""
+
+    def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
+        with _holding(self, given):
+            return super().forward(input, hx)
+
+
+class ExplicitRNN(nn.RNN):
+    """`torch.nn.RNN` with explicit parameters."""
+
+    def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
+        with _holding(self, given):
+            return super().forward(input, hx)
+
+
+class ExplicitLSTMCell(nn.LSTMCell):
+    """`torch.nn.LSTMCell` with explicit parameters."""
+
+    def forward(self, input: Tensor, hx: Any = None, **given: Tensor) -> Any:
+        with _holding(self, given):
+            return super().forward(input, hx)
+
+
+class ExplicitGRUCell(nn.GRUCell):
+    """`torch.nn.GRUCell` with explicit parameters."""
+
+    def forward(self, input: Tensor, hx: Any = None, **given: Tensor) -> Any:
+        with _holding(self, given):
+            return super().forward(input, hx)
+
+
+class ExplicitRNNCell(nn.RNNCell):
+    """`torch.nn.RNNCell` with explicit parameters."""
+
+    def forward(self, input: Tensor, hx: Any = None, **given: Tensor) -> Any:
+        with _holding(self, given):
+            return super().forward(input, hx)
