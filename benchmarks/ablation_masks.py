@@ -5,21 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, nn
 
-from benchmarks.rivals.common import straight_through
-from pdp_fx import MaskSite, WeightPolicy
+from pdp_fx import MaskSite
 from pdp_fx.masks import ChannelMask, WeightMask
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.passes.expose_parameters import swap_modules
 from pdp_fx.policy import MaskPolicy
 from pdp_fx.pruner import CHILD, find
-
-
-class HardStraight(WeightPolicy):
-    """The hard mask of every moment of the ramp; pruned weights get the gradient of the loss all the same."""
-
-    def soft(self, weight: Tensor) -> Tensor:
-        return straight_through(weight, self.hard(weight))
 
 
 class ThroughThreshold(WeightMask):

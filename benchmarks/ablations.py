@@ -24,7 +24,6 @@ from torch import nn
 import pdp_fx
 from benchmarks import results
 from benchmarks.ablation_masks import (
-    HardStraight,
     RawNorm,
     ThroughThreshold,
     mask_before_norms,
@@ -62,10 +61,9 @@ _of_channels = partial(Setting, "channels", channels=True)
 ABLATIONS: dict[str, Setting] = {
     "pdp": Setting(),
     "hard": Setting(policy=GMP),
-    "hard-ste": Setting(policy=HardStraight),
+    "hard-ste": Setting(options={"forward": "hard"}),
     **{f"tau-{tau:g}": Setting(options={"tau": tau}) for tau in (1e-6, 1e-5, 1e-3, 1e-2)},
     **{f"tau-rel-{c:g}": Setting(options={"tau": f"rel:{c:g}"}) for c in (0.001, 0.01, 0.1, 1.0)},
-    "hard-forward": Setting("tau-rel-1", options={"tau": "rel:1", "forward": "hard"}),
     "through-t": Setting(policy=ThroughThreshold),
     "through-t-rel-0.1": Setting("tau-rel-0.1", ThroughThreshold, {"tau": "rel:0.1"}),
     "channels": _of_channels(),

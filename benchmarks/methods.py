@@ -138,9 +138,9 @@ def _pdp(budget: Budget, knob: float | None, **options: Any) -> Method:
 
 
 def _pdp_hard(budget: Budget, knob: float | None) -> Method:
-    """What the README recommends: hard masks in training, and the target reached in the middle of it."""
+    """Hard masks in training, the gradient straight through, and the target reached in the middle of it."""
     schedule = Schedule.fit(budget.total, 0.05, 0.5, per="step", shape="cubic")
-    return Method(None, schedule, options={"tau": "rel:1", "forward": "hard"})
+    return Method(None, schedule, options={"forward": "hard"})
 
 
 def _gmp(budget: Budget, knob: float | None) -> Method:

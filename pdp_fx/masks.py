@@ -7,6 +7,7 @@ its state is two integers, so that casting the model to another dtype leaves it 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.select import readable
 from pdp_fx.ops.soft_mask import Temperature, Threshold, soft_mask, soft_mask_value
+from pdp_fx.ops.straight import straight_mask
 from pdp_fx.ops.threshold import compute_dtype, threshold
 from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy
 from pdp_fx.softness import Softness
@@ -58,6 +60,13 @@ class Tempered(MaskPolicy):
         norm = cast(Tensor, torch.linalg.vector_norm(weight.detach(), dtype=compute_dtype(weight.dtype)))
         return (number * norm.square() / weight.numel()).clamp(min=SMALLEST_TAU)
 
+    def values(self, *weights: Tensor) -> Tensor:
+        return super().values(*weights) if self.tau.hard else self.soft_values(*weights)
+
+    @abstractmethod
+    def soft_values(self, *weights: Tensor) -> Tensor:
+        """The soft mask of the paper, whatever layers compute with."""
+
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"tau={self.tau}")))
 
@@ -68,10 +77,11 @@ class WeightMask(Tempered, WeightPolicy):
     def soft(self, weight: Tensor) -> Tensor:
         if self.idle(weight):
             return weight
-        pruned = self.pruned(weight) if self.tau.hard else None
-        return soft_mask(weight, self._threshold(weight), self.temperature(weight), pruned)
+        if self.tau.hard:
+            return straight_mask(weight, self.pruned(weight))
+        return soft_mask(weight, self._threshold(weight), self.temperature(weight))
 
-    def values(self, *weights: Tensor) -> Tensor:
+    def soft_values(self, *weights: Tensor) -> Tensor:
         return soft_mask_value(weights[0], self._threshold(weights[0]), self.temperature(weights[0]))
 
     def _threshold(self, weight: Tensor) -> Threshold:
@@ -87,10 +97,11 @@ class NMMask(Tempered, NMPolicy):
     def soft(self, weight: Tensor) -> Tensor:
         if self.idle(weight):
             return weight
-        pruned = self.pruned(weight) if self.tau.hard else None
-        return nm_soft_mask(weight, self.of, self.count, self.temperature(weight), pruned)
+        if self.tau.hard:
+            return straight_mask(weight, self.pruned(weight))
+        return nm_soft_mask(weight, self.of, self.count, self.temperature(weight))
 
-    def values(self, *weights: Tensor) -> Tensor:
+    def soft_values(self, *weights: Tensor) -> Tensor:
         t = nm_threshold(weights[0], self.of, self.count)
         groups, tau = group_view(weights[0], self.of), self.temperature(weights[0])
         return soft_mask_value(groups, t, tau).reshape(weights[0].shape)
@@ -105,7 +116,7 @@ class ChannelMask(Tempered, ChannelPolicy):
         mask = torch.sigmoid((scores.square() - t * t.abs()) / self.temperature(scores))
         return self.kept(scores) + (mask - mask.detach()) if self.tau.hard else mask
 
-    def values(self, *weights: Tensor) -> Tensor:
+    def soft_values(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights).detach()
         return soft_mask_value(scores, threshold(self.ranked(scores), self.count), self.temperature(scores))
 

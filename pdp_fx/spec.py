@@ -61,9 +61,9 @@ class PruneSpec:
             keep, from 0 (the paper's unguarded ranking) to 1 (uniform).
         tau_end: what the number in tau has become, geometrically, when the target is reached; None keeps it.
         forward: what layers compute with in training mode: "soft", w m as in the paper (equation 1), or
-            "hard", what they have in eval mode. The gradient is that of the soft mask (equation 2) either
-            way, so "hard" is a straight-through estimator (Bengio et al., 2013, arXiv:1308.3432): the masks
-            of training and of eval mode are the same, however large tau is.
+            "hard", the weights of eval mode, with the gradient going straight through to all of them, those
+            that are 0 included (Bengio et al., 2013, arXiv:1308.3432); that of channels then goes through
+            the soft mask of their scores. It is what soft masks come to as tau grows, but for a factor.
 
     Raises:
         SpecError: a value is impossible or of the wrong type, a key is given twice, or nothing is pruned.

@@ -94,9 +94,20 @@ def test_a_falling_tau_hardens_the_masks_and_follows_the_schedule(rule: Rule, ta
         assert one.equal(other)
 
 
-@every_rule
-def test_a_hard_forward_has_the_masks_of_eval_mode_and_the_gradient_of_the_soft_ones(rule: Rule) -> None:
-    soft, hard = masked(rule, "rel:1"), masked(rule, "rel:1", forward="hard")
+@pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4)])
+def test_a_hard_forward_passes_the_gradient_to_all_weights(rule: Rule) -> None:
+    model = masked(rule, 1e-4, forward="hard")
+    for _, mask in state(model).mask_items():
+        weight = model.get_parameter(mask.parameters_read[0]).detach().requires_grad_()
+        given, shown = mask.train()(weight), mask.eval()(weight)
+        assert given.equal(shown)
+        assert not given.all()
+        direction = torch.randn_like(given)
+        assert torch.autograd.grad(given, weight, direction)[0].equal(direction)
+
+
+def test_a_hard_forward_of_channels_has_the_gradient_of_soft_scores() -> None:
+    soft, hard = (masked(Channels(ratio=0.5), "rel:1", forward=forward) for forward in ("soft", "hard"))
     for (_, one), (_, other) in zip(state(soft).mask_items(), state(hard).mask_items(), strict=True):
         weights = [hard.get_parameter(name).detach().requires_grad_() for name in other.parameters_read]
         given, wanted, shown = one(*weights), other(*weights), other.eval()(*weights)

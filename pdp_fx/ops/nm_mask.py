@@ -19,9 +19,7 @@ BLOCK = 1 << 17
 """How many weights are worked on at a time."""
 
 
-def nm_soft_mask(
-    weight: Tensor, m: int, kappa: Tensor, tau: Temperature, pruned: Tensor | None = None
-) -> Tensor:
+def nm_soft_mask(weight: Tensor, m: int, kappa: Tensor, tau: Temperature) -> Tensor:
     """Return the softly masked weight; its gradient is equation 2 with the thresholds held constant.
 
     Args:
@@ -29,24 +27,20 @@ def nm_soft_mask(
         m: M, the size of a group.
         kappa: 0-dim int64, how many weights of each group are pruned now, in millionths.
         tau: the temperature, in units of w^2.
-        pruned: booleans in the shape of `weight`; if given, what is returned is 0 there and w elsewhere, with
-            the gradient of the soft mask all the same.
 
     Returns:
         w_hat with the shape, dtype and memory format of `weight`.
     """
-    return _NMSoftMask.apply(weight, m, kappa, tau, pruned)  # pyright: ignore[reportReturnType]
+    return _NMSoftMask.apply(weight, m, kappa, tau)  # pyright: ignore[reportReturnType]
 
 
 class _NMSoftMask(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, weight: Tensor, m: int, kappa: Tensor, tau: Temperature, pruned: Tensor | None
+        ctx: Any, weight: Tensor, m: int, kappa: Tensor, tau: Temperature
     ) -> Tensor:
         ctx.m, ctx.number = m, None if isinstance(tau, Tensor) else tau
         ctx.save_for_backward(weight, kappa, *([tau] if isinstance(tau, Tensor) else []))
-        if pruned is not None:
-            return weight.masked_fill(pruned, 0)
         if torch.compiler.is_compiling():
             planes = _planes(weight, m).to(compute_dtype(weight.dtype))
             return _weight_of(_mask_formula(planes, kappa, tau) * planes, weight)
@@ -57,14 +51,14 @@ class _NMSoftMask(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         weight, kappa, *rest = ctx.saved_tensors
         tau: Temperature = ctx.number if ctx.number is not None else rest[0]
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             planes = _planes(weight, ctx.m).to(compute_dtype(weight.dtype))
             mask = _mask_formula(planes, kappa, tau)
             slope = mask + planes * (planes * (mask * (1.0 - mask))) * (2.0 / tau)
-            return _weight_of(slope * _planes(grad, ctx.m), weight), None, None, None, None
+            return _weight_of(slope * _planes(grad, ctx.m), weight), None, None, None
         result = torch.empty_like(weight)
         for rows in _blocks(weight):
             planes = _copied_planes(weight[rows], ctx.m)
@@ -72,7 +66,7 @@ class _NMSoftMask(torch.autograd.Function):
             softness = torch.ops.aten.sigmoid_backward.default(planes, mask)
             mask.addcmul_(softness.mul_(2.0 / tau), planes).mul_(_copied_planes(grad[rows], ctx.m))
             _planes(result[rows], ctx.m).copy_(mask)
-        return result, None, None, None, None
+        return result, None, None, None
 
 
 def _planes(weight: Tensor, m: int) -> Tensor:

@@ -33,23 +33,21 @@ Threshold = float | Tensor
 """t: a number, or a tensor that broadcasts against the weight, a constant."""
 
 
-def soft_mask(weight: Tensor, threshold: Threshold, tau: Temperature, pruned: Tensor | None = None) -> Tensor:
+def soft_mask(weight: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
     """Return the softly masked weight w_hat = m w (equation 1); its gradient is equation 2.
 
     Args:
         weight: the weights w, any shape and memory format, half precision included.
         threshold: t, for the layer or, as a tensor, for parts of it.
         tau: the temperature; as a tensor it is read without waiting for its device.
-        pruned: booleans in the shape of `weight`; if given, what is returned is 0 there and w elsewhere, with
-            the gradient of the soft mask all the same.
 
     Returns:
         w_hat with the shape, dtype and memory format of `weight`.
     """
     t, temperature = _number(threshold), _number(tau)
     if isinstance(t, float) and isinstance(temperature, float) and readable(weight):
-        return _SoftMaskOfNumbers.apply(weight, t, temperature, pruned)  # pyright: ignore[reportReturnType]
-    return _SoftMask.apply(weight, threshold, tau, pruned)  # pyright: ignore[reportReturnType]
+        return _SoftMaskOfNumbers.apply(weight, t, temperature)  # pyright: ignore[reportReturnType]
+    return _SoftMask.apply(weight, threshold, tau)  # pyright: ignore[reportReturnType]
 
 
 def soft_mask_value(weight: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
@@ -62,41 +60,37 @@ def soft_mask_value(weight: Tensor, threshold: Threshold, tau: Temperature) -> T
 class _SoftMask(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, weight: Tensor, threshold: Threshold, tau: Temperature, pruned: Tensor | None
+        ctx: Any, weight: Tensor, threshold: Threshold, tau: Temperature
     ) -> Tensor:
         ctx.numbers = [None if isinstance(value, Tensor) else value for value in (threshold, tau)]
         ctx.save_for_backward(weight, *(value for value in (threshold, tau) if isinstance(value, Tensor)))
-        if pruned is not None:
-            return weight.masked_fill(pruned, 0)
         wide = weight.to(compute_dtype(weight.dtype))
         return (_mask(wide, threshold, tau) * wide).to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         weight, *tensors = ctx.saved_tensors
         threshold, tau = (tensors.pop(0) if value is None else value for value in ctx.numbers)
-        return _gradient(weight, threshold, tau, grad), None, None, None
+        return _gradient(weight, threshold, tau, grad), None, None
 
 
 class _SoftMaskOfNumbers(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, weight: Tensor, threshold: float, tau: float, pruned: Tensor | None
+        ctx: Any, weight: Tensor, threshold: float, tau: float
     ) -> Tensor:
         ctx.numbers = threshold, tau
         ctx.save_for_backward(weight)
-        if pruned is not None:
-            return weight.masked_fill(pruned, 0)
         wide = weight.to(compute_dtype(weight.dtype))
         offset = wide.new_full((), -threshold * abs(threshold) / tau)
         mask = torch.addcmul(offset, wide, wide, value=1.0 / tau).sigmoid_()
         return mask.mul_(wide).to(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,), (threshold, tau) = ctx.saved_tensors, ctx.numbers
         if torch.is_grad_enabled():
-            return _gradient(weight, threshold, tau, grad), None, None, None
+            return _gradient(weight, threshold, tau, grad), None, None
         wide = weight.to(compute_dtype(weight.dtype))
         result = torch.empty_like(wide)
         rows = BLOCK // max(wide.stride(0), 1) if wide.ndim > 0 else 0
@@ -105,7 +99,7 @@ class _SoftMaskOfNumbers(torch.autograd.Function):
                 _gradient_into(into, block, part, threshold, tau)
         else:
             _gradient_into(result, wide, grad, threshold, tau)
-        return result.to(weight.dtype), None, None, None
+        return result.to(weight.dtype), None, None
 
 
 def _gradient_into(result: Tensor, wide: Tensor, grad: Tensor, threshold: float, tau: float) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pdp_fx
-from benchmarks.ablation_masks import HardStraight, RawNorm, ThroughThreshold, mask_before_norms
+from benchmarks.ablation_masks import RawNorm, ThroughThreshold, mask_before_norms
 from benchmarks.resnet_cifar import ResNet20
 from pdp_fx import Channels, MaskSite, PruneSpec, Schedule, Unstructured
 from pdp_fx.masks import WeightMask
@@ -27,7 +27,7 @@ def site(w: Tensor, tau: Softness | float = TAU) -> MaskSite:
 
 def test_a_hard_mask_follows_the_ramp_and_lets_every_gradient_through() -> None:
     w, upstream = weight(4, 5), torch.randn(4, 5, dtype=torch.float64)
-    mask = pruning(HardStraight(site(w)), 16)
+    mask = pruning(WeightMask(site(w, Softness(TAU, hard=True))), 16)
     mask.advance(0.5)
     assert torch.equal(mask(w), w.masked_fill(marked((4, 5), ranked(w.abs())[:8]), 0.0))
     (grad,) = gradients(lambda: mask(w), upstream, w)
