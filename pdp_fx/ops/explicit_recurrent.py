@@ -25,49 +25,31 @@ def _holding(module: nn.Module, given: Mapping[str, Tensor]) -> Generator[None]:
             vars(module)["_flat_weights"] = listed
 
 
-class ExplicitLSTM(nn.LSTM):
+class _Explicit(nn.Module):
+    def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
+        with _holding(self, given):
+            return super().forward(input, hx)
+
+
+class ExplicitLSTM(_Explicit, nn.LSTM):
     """`torch.nn.LSTM` with explicit parameters."""
 
-    def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
-        with _holding(self, given):
-            return super().forward(input, hx)
 
-
-class ExplicitGRU(nn.GRU):
+class ExplicitGRU(_Explicit, nn.GRU):
     """`torch.nn.GRU` with explicit parameters."""
 
-    def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
-        with _holding(self, given):
-            return super().forward(input, hx)
 
-
-class ExplicitRNN(nn.RNN):
+class ExplicitRNN(_Explicit, nn.RNN):
     """`torch.nn.RNN` with explicit parameters."""
 
-    def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
-        with _holding(self, given):
-            return super().forward(input, hx)
 
-
-class ExplicitLSTMCell(nn.LSTMCell):
+class ExplicitLSTMCell(_Explicit, nn.LSTMCell):
     """`torch.nn.LSTMCell` with explicit parameters."""
 
-    def forward(self, input: Tensor, hx: Any = None, **given: Tensor) -> Any:
-        with _holding(self, given):
-            return super().forward(input, hx)
 
-
-class ExplicitGRUCell(nn.GRUCell):
+class ExplicitGRUCell(_Explicit, nn.GRUCell):
     """`torch.nn.GRUCell` with explicit parameters."""
 
-    def forward(self, input: Tensor, hx: Any = None, **given: Tensor) -> Any:
-        with _holding(self, given):
-            return super().forward(input, hx)
 
-
-class ExplicitRNNCell(nn.RNNCell):
+class ExplicitRNNCell(_Explicit, nn.RNNCell):
     """`torch.nn.RNNCell` with explicit parameters."""
-
-    def forward(self, input: Tensor, hx: Any = None, **given: Tensor) -> Any:
-        with _holding(self, given):
-            return super().forward(input, hx)
