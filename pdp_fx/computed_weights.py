@@ -57,7 +57,7 @@ def sources_of(node: fx.Node) -> list[fx.Node]:
         new = [source for source in todo.pop().all_input_nodes if source not in found]
         found.update(new)
         todo += new
-    return [other for other in node.graph.nodes if other in found]
+    return sorted(found)
 
 
 def computed(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
