@@ -208,7 +208,8 @@ class LabelFlow(TorchDispatchMode):
 
     def normalise(self, layer: Layer, axis: int, why: str, gated: bool) -> bool:
         """Note that statistics run over this layer's channels; freeze them where no mask can be given."""
-        if self.masks_norm and layer.support == frozenset({axis}):
+        elsewhere = any(site.node == self.node and site.axis != axis for site in self.record.norms)
+        if self.masks_norm and layer.support == frozenset({axis}) and not elsewhere:
             ids = layer.ids.reshape(-1)
             self.record.norms.append(NormSite(self.node, axis, ids, gated, self.source, why))
             return True

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
+from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
 
@@ -25,9 +26,12 @@ REPEATS: frozenset[Any] = frozenset({
 })  # fmt: skip
 """Functions that are told how many copies they make: where copies alone could go, they stay."""
 
-SIZE_FREE: frozenset[Any] = REPEATS | frozenset({
+LIKE_ANOTHER: frozenset[Any] = frozenset({"view_as", "reshape_as", "expand_as"})
+"""Methods that take their sizes from another tensor."""
+
+SIZE_FREE: frozenset[Any] = REPEATS | LIKE_ANOTHER | frozenset({
     torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum,
-    torch.addmm, "reshape_as", "view_as", "expand_as", torch.permute, "permute", torch.zeros_like,
+    torch.addmm, torch.permute, "permute", torch.zeros_like,
     torch.ones_like, "clone", torch.conv1d, torch.conv2d, torch.conv3d, torch.broadcast_tensors,
     torch.tensordot, torch.baddbmm, torch.cdist, torch.full_like,
     "contiguous", torch.cosine_similarity, torch.pixel_shuffle,
@@ -54,11 +58,15 @@ SIZE_FREE_MODULES = (
 
 def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any) -> None:
     """Note that ``node`` must be resized, or freeze what it lays out by sizes that cannot be."""
+    if node.target in LIKE_ANOTHER:
+        _follow_other(node, flow, result)
     rewrite = rewrite_of(gm, node)
-    _follow_numbers(node, flow, result, rewrite is not None)
-    if not flow.sized and not always_told(node):
+    fits = rewrite is not None and rewrite.fits(node, flow.record)
+    _follow_numbers(node, flow, result, fits)
+    counted = any(source.name in flow.record.taint for source in node.all_input_nodes)
+    if not flow.sized and not counted and not always_told(node):
         return
-    if rewrite is not None and rewrite.fits(node, flow.record):
+    if fits:
         flow.record.resized.append(node.name)
         return
     told = flow.sized
@@ -67,6 +75,22 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
     for sized in told:
         flow.freeze(sized.before.ids, _why_not(gm, node), remedy)
+
+
+def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:
+    """Keep or drop labels of a result together with those of the tensor that it takes its sizes from."""
+    other = node.args[1] if len(node.args) > 1 else node.kwargs["other"]
+    given = flow.record.values.get(other.name, ()) if isinstance(other, fx.Node) else ()
+    theirs = {layer.support: layer for value in given for layer in value.layers}
+    alone: list[Layer] = []
+    for layer in flow.layers(result):
+        like = theirs.pop(layer.support, None)
+        if like is None or like.ids.shape != layer.ids.shape:
+            alone += [layer] if like is None else [layer, like]
+        else:
+            flow.bind(layer.ids, like.ids)
+    for layer in [*alone, *theirs.values()]:
+        flow.freeze(layer.ids, f"{node.target} takes the sizes of a tensor with other channels")
 
 
 def _why_not(gm: fx.GraphModule, node: fx.Node) -> str:

@@ -36,7 +36,7 @@ class Kept:
 
     def before(self, axis: int, index: int) -> int:
         """How many of the indices below ``index`` stay."""
-        return int(self.stays[axis][:index].sum())
+        return int(self.stays[axis][:index].sum()) if axis in self.stays else index
 
     def labels(self, axis: int) -> Tensor:
         """The labels along ``axis``, as a vector."""
@@ -66,6 +66,10 @@ class Job:
     def number(self, value: Any) -> Any:
         """The value of a number or of a node that gave one."""
         return self.numbers[value.name] if isinstance(value, fx.Node) else value
+
+    def told(self, node: fx.Node) -> bool:
+        """Whether a number that ``node`` is given will be another, be it of its own channels or of others."""
+        return any(source.name in self.changing for source in node.all_input_nodes)
 
     def resized(self, kept: Kept, axis: int, given: Any) -> Any:
         """What to write for the size of ``axis`` where the program has ``given``."""

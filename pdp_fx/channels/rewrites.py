@@ -17,6 +17,9 @@ from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
 from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits
 
+GROUPS = 6
+"""The place of the number of groups among the arguments of a convolution, transposed or not."""
+
 
 def _arguments(node: fx.Node, first: int, names: tuple[str, ...], count: int) -> list[Any]:
     """The arguments from ``first`` on, by place or by name."""
@@ -72,7 +75,7 @@ def _unflatten_module(node: fx.Node, job: Job) -> None:
 def _split(node: fx.Node, job: Job) -> None:
     """Chunks and splits become splits into the sizes that stay."""
     axis = int(_arguments(node, 1, ("", "dim"), 2)[1] or 0) % len(job.source.value.shape)
-    if not job.source.changes(axis):
+    if not job.source.changes(axis) and not job.told(node):
         return
     node.args, node.kwargs = (node.args[0], [result.size(axis) for result in job.results], axis), {}
     node.target = "split" if node.op == "call_method" else torch.split
@@ -81,7 +84,7 @@ def _split(node: fx.Node, job: Job) -> None:
 def _narrow(node: fx.Node, job: Job) -> None:
     axis, start = _arguments(node, 1, ("dim", "start"), 2)
     place = int(axis) % len(job.source.value.shape)
-    if job.source.changes(place):
+    if job.source.changes(place) or job.told(node):
         first = job.source.before(place, int(job.number(start)))
         node.args, node.kwargs = (node.args[0], axis, first, job.results[0].size(place)), {}
 
@@ -97,20 +100,29 @@ def _reorder(node: fx.Node, job: Job) -> None:
 
 def _roll(node: fx.Node, job: Job) -> None:
     """A roll along an axis that shrinks becomes a choice of places; along other axes it stays."""
-    shifts, dims = (
-        given if isinstance(given, (tuple, list)) else (given,)
-        for given in _arguments(node, 1, ("shifts", "dims"), 2)
-    )
     rank = len(job.source.value.shape)
-    others = [(s, d) for s, d in zip(shifts, dims, strict=True) if not job.source.changes(int(d) % rank)]
-    if others and len(others) < len(dims):
+    shifts, dims = map(_listed, _arguments(node, 1, ("shifts", "dims"), 2))
+    known = [job.number(shift) if getattr(shift, "name", "") in job.changing else shift for shift in shifts]
+    others = [(s, d) for s, d in zip(known, dims, strict=True) if not job.source.changes(int(d) % rank)]
+    rolled = tuple(map(tuple, zip(*others, strict=True)))
+    if len(others) == len(dims):
+        node.args, node.kwargs = (node.args[0], *rolled), {}
+        return
+    if others:
         with node.graph.inserting_before(node):
-            rest = node.graph.call_function(
-                torch.roll, (node.args[0], *map(tuple, zip(*others, strict=True)))
-            )
+            rest = node.graph.call_function(torch.roll, (node.args[0], *rolled))
         rest.meta = dict(node.meta)
         node.update_arg(0, rest)
     _reorder(node, job)
+
+
+def _roll_fits(node: fx.Node, record: Record) -> bool:
+    """Along axes that are named."""
+    return _arguments(node, 2, ("dims",), 1)[0] is not None and _reorder_fits(node, record)
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (tuple, list)) else [given]
 
 
 def _reorder_fits(node: fx.Node, record: Record) -> bool:
@@ -160,21 +172,24 @@ def _unfold_fits(node: fx.Node, record: Record) -> bool:
 
 def _groups(node: fx.Node, job: Job) -> None:
     """A depthwise convolution has as many groups as channels; other groups stay."""
-    place = 6 if "transpose" not in getattr(node.target, "__name__", "") else 6
     channels = job.source.value.shape[1] if len(job.source.value.shape) > 1 else 1
-    given = node.args[place] if len(node.args) > place else node.kwargs.get("groups", 1)
-    if job.number(given) != channels or not job.source.changes(1):
-        return
-    if len(node.args) > place:
-        node.update_arg(place, job.source.size(1))
+    given: Any = node.args[GROUPS] if len(node.args) > GROUPS else node.kwargs.get("groups", 1)
+    if job.number(given) == channels and job.source.changes(1):
+        groups = job.source.size(1)
+    elif job.told(node):
+        groups = job.number(given)
     else:
-        node.update_kwarg("groups", job.source.size(1))
+        return
+    if len(node.args) > GROUPS:
+        node.update_arg(GROUPS, groups)
+    else:
+        node.update_kwarg("groups", groups)
 
 
 _SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split)
 _NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
-_ROLL = Rewrite(_roll, _reorder_fits)
+_ROLL = Rewrite(_roll, _roll_fits)
 
 RESIZERS: dict[Any, Rewrite] = {
     "view": _SIZES, "reshape": _SIZES, torch.reshape: _SIZES, "expand": _SIZES, torch.broadcast_to: _SIZES,
@@ -197,7 +212,7 @@ MODULE_RESIZERS: dict[type[nn.Module], Rewrite] = {nn.Unflatten: Rewrite(_unflat
 def _normalized_shape(node: fx.Node, job: Job) -> None:
     """A norm over the channels is told how many there are."""
     last = len(job.source.value.shape) - 1
-    if not job.source.changes(last):
+    if not job.source.changes(last) and not job.told(node):
         return
     if len(node.args) > 1:
         node.update_arg(1, (job.source.size(last),))

@@ -71,15 +71,21 @@ def subscript(node: fx.Node, job: Job) -> None:
     parts = _parts(node)
     source = job.source
     for place, axis in _placed(parts, len(source.value.shape)):
-        if not source.changes(axis):
-            continue
         part = parts[place]
+        bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
+        if not source.changes(axis) and not any(
+            getattr(bound, "name", "") in job.changing for bound in bounds
+        ):
+            continue
         size = source.value.shape[axis]
         if isinstance(part, slice):
-            bounds = slice(*(job.number(bound) for bound in (part.start, part.stop, part.step))).indices(size)
-            if bounds[2] == 1:
-                first = source.before(axis, bounds[0])
-                parts[place] = slice(first, max(source.before(axis, bounds[1]), first))
+            start, stop, step = slice(*(job.number(bound) for bound in bounds)).indices(size)
+            if step == 1:
+                first = source.before(axis, start)
+                parts[place] = slice(first, max(source.before(axis, stop), first))
+                continue
+            if not source.changes(axis):
+                parts[place] = slice(start, stop, step)
                 continue
         number = (
             job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None

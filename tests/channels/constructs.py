@@ -3,6 +3,7 @@
 from tests.channels.construct import Construct
 from tests.channels.nets_aliasing import ALIASING
 from tests.channels.nets_attention import ATTENTION
+from tests.channels.nets_borrowed import BORROWED
 from tests.channels.nets_convolutions import CONVOLUTIONS
 from tests.channels.nets_layout import LAYOUT
 from tests.channels.nets_norms import NORMS
@@ -23,6 +24,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *ALIASING,
     *NORMS,
     *UNMOVED,
+    *BORROWED,
     *WEIGHTS,
     *SIZES,
     *REGIONS,
