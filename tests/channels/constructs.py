@@ -5,6 +5,7 @@ from tests.channels.nets_aliasing import ALIASING
 from tests.channels.nets_attention import ATTENTION
 from tests.channels.nets_borrowed import BORROWED
 from tests.channels.nets_convolutions import CONVOLUTIONS
+from tests.channels.nets_indexing import INDEXING
 from tests.channels.nets_layout import LAYOUT
 from tests.channels.nets_norms import NORMS
 from tests.channels.nets_refusals import REFUSALS
@@ -25,6 +26,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *NORMS,
     *UNMOVED,
     *BORROWED,
+    *INDEXING,
     *WEIGHTS,
     *SIZES,
     *REGIONS,

@@ -1,0 +1,63 @@
+"""Operations that choose places along one axis by an index, and leave channels along the others alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdp_fx.channels.flow import LabelFlow, rule
+from pdp_fx.channels.labels import Layer
+from pdp_fx.channels.record import Call
+from pdp_fx.channels.rules_joining import tie_across
+
+aten = torch.ops.aten
+
+CHOSEN = "its places along the axis of these channels are chosen by an index"
+
+
+@rule(aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_)
+def rows_by_index(call: Call, flow: LabelFlow) -> None:
+    """Whole slices go where a vector says, as messages go to the nodes of a graph."""
+    into, axis, index, source = call.args[:4]
+    flow.freeze_all([index], CHOSEN)
+    _chosen(call, axis, [into, source], [], flow)
+
+
+@rule(aten.scatter_add, aten.scatter_add_, aten.scatter, aten.scatter_)
+def scatter(call: Call, flow: LabelFlow) -> None:
+    """Every element goes where its own index says, along one axis."""
+    into, axis, index, source = call.args[:4]
+    if isinstance(source, Tensor) and not call.kwargs:
+        _chosen(call, axis, [into, source], [index], flow)
+    else:
+        flow.freeze_all(call.tensors(), CHOSEN)
+        flow.put(call.result, ())
+
+
+@rule(aten.gather)
+def gather(call: Call, flow: LabelFlow) -> None:
+    """Every element is picked by its own index, along one axis."""
+    source, axis, index = call.args[:3]
+    _chosen(call, axis, [source], [index], flow)
+
+
+def _chosen(call: Call, axis: int, values: list[Tensor], indices: list[Tensor], flow: LabelFlow) -> None:
+    """Tie the labels of all operands along the other axes; zeros are those of the values."""
+    axis %= max(call.result.ndim, 1)
+    operands = [*values, *indices]
+    shapes = {tuple(size for at, size in enumerate(tensor.shape) if at != axis) for tensor in operands}
+    if len(shapes) > 1:
+        flow.freeze_all(operands, CHOSEN)
+        flow.put(call.result, ())
+        return
+    kept = [
+        [flow.without(layer, frozenset({axis}), CHOSEN) for layer in flow.layers(tensor)]
+        for tensor in operands
+    ]
+    across = [[layer for layer in layers if layer is not None] for layers in kept]
+    layers: list[Layer] = []
+    for merged in tie_across(across, flow):
+        made_of = merged.needs[: len(values)]
+        zero = torch.stack(torch.broadcast_tensors(*(layer.zero for layer in made_of))).all(dim=0)
+        layers.append(Layer(merged.ids, zero, made_of))
+    flow.put(call.result, layers)

@@ -1,0 +1,94 @@
+"""Places chosen by index tensors along an axis that has no channels, or that has."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.channels.construct import Construct, sequences
+
+
+class Messages(nn.Module):
+    """Messages along the edges of a graph are added up at its nodes."""
+
+    sources: Tensor
+    targets: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.message = nn.Linear(6, 8), nn.Linear(16, 8)
+        self.mid, self.head = nn.Linear(8, 6), nn.Linear(6, 5)
+        self.register_buffer("sources", torch.tensor([0, 1, 2, 3, 4, 0]))
+        self.register_buffer("targets", torch.tensor([1, 2, 3, 4, 0, 3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        told = F.relu(self.message(torch.cat([x[:, self.sources], x[:, self.targets]], -1)))
+        return self.head(F.relu(self.mid(x + self.summed(x, told))))
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(1, self.targets, told)
+
+
+class MessagesInPlace(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add_(1, self.targets, told, alpha=0.5)
+
+
+class MessagesScattered(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        index = self.targets.view(1, -1, 1).expand(told.shape)
+        return torch.zeros_like(x).scatter_add(1, index, told)
+
+
+class MessagesOfWrittenSize(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        index = self.targets.view(1, -1, 1).expand(told.shape[0], 6, 8)
+        return x.new_zeros(x.shape[0], 5, 8).scatter_add(1, index, told)
+
+
+class LastMessage(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        index = self.targets[:5].view(1, -1, 1).expand(x.shape)
+        copied = x.index_copy(1, self.targets[:1], told[:, :1])
+        return copied + torch.zeros_like(x).scatter(1, index, told[:, :5])
+
+
+class NumbersScattered(Messages):
+    """What is written is a number, which does not vanish with any channel."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return told[:, :5].scatter(
+            1, self.targets[:1].view(1, 1, 1).expand(x.shape[0], 1, told.shape[2]), 2.0
+        )
+
+
+class BestToken(Messages):
+    """The token with the largest sum, by an index without channels."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        best = told.detach().sum(-1, keepdim=True).argmax(1, keepdim=True)
+        return told.gather(1, best.expand(-1, -1, told.shape[-1]))
+
+
+class BestOfEachChannel(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return told.gather(1, told.argmax(1, keepdim=True))
+
+
+class GatheredAlongChannels(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        order = torch.arange(7, -1, -1).view(1, 1, -1)
+        return x.gather(2, order.expand(x.shape))
+
+
+INDEXING = (
+    Construct(Messages, sequences(), removed=11),
+    Construct(MessagesInPlace, sequences(), removed=11),
+    Construct(MessagesScattered, sequences(), removed=11),
+    Construct(MessagesOfWrittenSize, sequences(), removed=11),
+    Construct(LastMessage, sequences(), removed=11),
+    Construct(NumbersScattered, sequences(), removed=3, reason="chosen by an index"),
+    Construct(BestToken, sequences(), removed=11),
+    Construct(BestOfEachChannel, sequences(), removed=3),
+    Construct(GatheredAlongChannels, sequences(), removed=3, reason="chosen by an index"),
+)
