@@ -8,10 +8,10 @@ from typing import ClassVar
 from torch import fx, nn
 
 from pdp_fx.channels.record import StandIn
-from pdp_fx.channels.running import evaluating
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.computed_weights import Effect, Standing, effects, sources_of, stored_nodes
 from pdp_fx.errors import SpecError
+from pdp_fx.example_inputs import trial
 from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
 
@@ -52,7 +52,7 @@ class FindSites(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         if ctx.find(Sites) is None:
-            with evaluating(gm):
+            with trial(gm):
                 ctx.put(_sites(gm))
         return False
 

@@ -74,7 +74,7 @@ def _value(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
 
 
 class Standing:
-    """Finds the parameters that computed weights can stand for; the graph module must be in eval mode.
+    """Finds the parameters that computed weights can stand for; used inside a `trial` of the graph module.
 
     Args:
         gm: the graph module.
@@ -101,8 +101,9 @@ class Standing:
         sources = sources_of(weight)
         if not self._overwritten.isdisjoint(sources):
             return None
-        with torch.no_grad():
-            value = _value(self._gm, weight)
+        value = _value(self._gm, weight)
+        if not torch.equal(value, _value(self._gm, weight)):
+            return None  # It is drawn anew in every run, so one value cannot stand for it.
         read = {name: tensor for node in sources for name, tensor in self._read_by(node).items()}
         for name, tensor in read.items():
             alike = isinstance(tensor, nn.Parameter) and tensor.shape == value.shape
@@ -139,7 +140,7 @@ def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int
     """What each of the parameters ``names`` does to the value of ``weight``.
 
     Args:
-        gm: the graph module, in eval mode.
+        gm: the graph module, inside a `trial` of it.
         weight: a node that depends on parameters, buffers and constants only.
         names: parameters of at least two axes that it depends on.
         axis: the axis of the weight's input channels.
@@ -220,7 +221,6 @@ class _Run(fx.Interpreter):
 
     def _computed(self, chosen: Values) -> Tensor:
         self._chosen, self.env = chosen, {}
-        with torch.no_grad():
-            for node in self._nodes:
-                self.env[node] = self.run_node(node)
+        for node in self._nodes:
+            self.env[node] = self.run_node(node)
         return self.env[self._weight]

@@ -300,3 +300,16 @@ def test_computed_weights_compile_in_one_piece() -> None:
     pdp_fx.step(prepared)
     compiled = torch.compile(prepared.train(), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), prepared(x))
+
+
+def test_a_weight_that_is_drawn_in_every_run_is_left_out() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6)
+    prepared = pdp_fx.prepare(nets_weights.DrawnWeight(), PruneSpec(Unstructured(0.5), schedule=AT_ONCE), x)
+    found = pdp_fx.explain(prepared)
+    assert [weight.name for weight in found.weights] == ["head.weight"]
+    assert not found.computed
+    assert {name for name, _ in found.skipped} == {"hidden", "spread"}
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    assert not torch.equal(converted(x), converted(x))

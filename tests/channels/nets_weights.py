@@ -285,6 +285,19 @@ class StandardisedBeforeGroups(nn.Module):
         return self.head(F.relu(self.after(self.conv(F.relu(self.before(self.stem(x)))))))
 
 
+class DrawnWeight(nn.Module):
+    """A weight is drawn in every run, in eval mode, too: no value of it may be written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.spread = nn.Parameter(torch.full((8, 6), -2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = F.softplus(self.spread) * torch.randn(8, 6)
+        return self.head(F.relu(F.linear(x, self.hidden.weight + noise, self.hidden.bias)))
+
+
 class OrthogonalWeight(nn.Module):
     """Nobody knows what becomes of a row, but the weight can be written down."""
 
