@@ -72,7 +72,7 @@ class ExposeParameters(Pass):
         swap_modules(gm, swaps)
         computed = _standing(gm, ctx)
         reads = _merge_reads(gm, wanted - computed.keys(), names)
-        ctx.put(Exposed(reads | computed, dict(computed)))
+        ctx.put(Exposed(reads | computed, computed))
         ctx.get(Pruner).computed = {name: node.name for name, node in computed.items()}
         return bool(wanted)
 

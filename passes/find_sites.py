@@ -142,12 +142,12 @@ class _Computed:
         """The parameters that ``node`` uses as its weight, or in its weight."""
         if node.op not in ("call_function", "call_method"):
             return []
-        inner = self._is_stored(node)
+        inner, operands = self._is_stored(node), weight_operands(node)
         if not inner:
-            self.used.update(weight for weight, _ in weight_operands(node))
+            self.used.update(weight for weight, _ in operands)
         return [
             (self.names[id(_attribute(self.gm, target))], _use(node, weight, axis, effect, inner))
-            for weight, axis in weight_operands(node)
+            for weight, axis in operands
             if self._is_stored(weight)
             for target, effect in self._effects(weight, axis).items()
         ]

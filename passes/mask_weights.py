@@ -60,10 +60,10 @@ def _mask_inside(gm: fx.GraphModule, masks: Mapping[int, MaskPolicy]) -> None:
             kind = kind_of(layer)
             if layer is whole or layer in swaps or kind is None:
                 continue
-            own = {name: masks.get(id(getattr(layer, name))) for name in kind.weights_of(layer)}
-            if any(mask is not None for mask in own.values()):
+            own = {name: id(getattr(layer, name)) for name in kind.weights_of(layer)}
+            masked = {name: masks[weight] for name, weight in own.items() if weight in masks}
+            if masked:
                 swaps[layer] = layer if type(layer) is kind.explicit else reclass(layer, kind.explicit)
-            for name, mask in own.items():
-                if mask is not None:
-                    swaps[layer].register_forward_pre_hook(MaskOwnWeight(mask, name), with_kwargs=True)
+            for name, mask in masked.items():
+                swaps[layer].register_forward_pre_hook(MaskOwnWeight(mask, name), with_kwargs=True)
     swap_modules(gm, swaps)

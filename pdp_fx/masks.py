@@ -18,7 +18,7 @@ from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.select import readable
 from pdp_fx.ops.soft_mask import Temperature, Threshold, soft_mask, soft_mask_value
-from pdp_fx.ops.straight import straight_mask
+from pdp_fx.ops.straight import straight_through
 from pdp_fx.ops.threshold import compute_dtype, threshold
 from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy
 from pdp_fx.softness import Softness
@@ -78,7 +78,7 @@ class WeightMask(Tempered, WeightPolicy):
         if self.idle(weight):
             return weight
         if self.tau.hard:
-            return straight_mask(weight, self.pruned(weight))
+            return straight_through(weight, self.hard(weight))
         return soft_mask(weight, self._threshold(weight), self.temperature(weight))
 
     def soft_values(self, *weights: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class NMMask(Tempered, NMPolicy):
         if self.idle(weight):
             return weight
         if self.tau.hard:
-            return straight_mask(weight, self.pruned(weight))
+            return straight_through(weight, self.hard(weight))
         return nm_soft_mask(weight, self.of, self.count, self.temperature(weight))
 
     def soft_values(self, *weights: Tensor) -> Tensor:

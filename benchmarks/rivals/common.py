@@ -1,32 +1,14 @@
-"""What several rivals have in common: gradients that go straight through, kept sets, global thresholds."""
+"""What several rivals have in common: kept sets, global thresholds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdp_fx import MaskSite, Unstructured, WeightPolicy
 from pdp_fx.ops.select import smallest
-
-
-class _Replaced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, value: Tensor, factor: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(*(() if factor is None else (factor,)))
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (grad * ctx.saved_tensors[0] if ctx.saved_tensors else grad), None, None
-
-
-def straight_through(weight: Tensor, value: Tensor, factor: Tensor | None = None) -> Tensor:
-    """``value``, with a gradient that reaches ``weight`` times ``factor``, or as it is."""
-    result: Any = _Replaced.apply(weight, value.detach(), factor)
-    return result
 
 
 def global_threshold(magnitudes: Sequence[Tensor], count: int) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from benchmarks.rivals.common import straight_through
 from pdp_fx import WeightPolicy
+from pdp_fx.ops.straight import straight_through
 
 
 class DNW(WeightPolicy):

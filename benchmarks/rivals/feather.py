@@ -8,8 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from benchmarks.rivals.common import OwnAllocation, global_threshold, straight_through
+from benchmarks.rivals.common import OwnAllocation, global_threshold
 from pdp_fx import MaskSite, Progress
+from pdp_fx.ops.straight import straight_through
 
 
 class Feather(OwnAllocation):

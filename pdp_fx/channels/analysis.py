@@ -7,7 +7,6 @@ channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -137,8 +136,7 @@ def observe(
 
 def _settle_norm(flow: LabelFlow, result: Any) -> None:
     """A norm that is given a mask multiplies by it: what it gives is 0 where a channel is dropped."""
-    here = itertools.takewhile(lambda site: site.node == flow.node, reversed(flow.record.norms))
-    known = {label for site in here for label in site.ids.tolist()}
+    known = {label for site in flow.norms_here() for label in site.ids.tolist()}
     if not known or not isinstance(result, Tensor):
         return
     layers = [

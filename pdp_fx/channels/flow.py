@@ -6,8 +6,9 @@ operation's rule what became of the labels. What it learns is kept in its `Recor
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -108,8 +109,12 @@ class LabelFlow(TorchDispatchMode):
         """
         if not by.needed and self._is_free(value):
             return False
-        for slot in [slot for slot in self.record.slots if slot.tensor in by.sources]:
-            self.freeze(self.record.slots[slot], "convert writes down the weight that is computed from it")
+        slots = [Slot(name, axis) for name in by.sources for axis in range(len(self.record.shapes[name]))]
+        for slot in slots:
+            if slot in self.record.slots:
+                self.freeze(
+                    self.record.slots[slot], "convert writes down the weight that is computed from it"
+                )
         self._standing.append(value)
         self._names[id(value)] = by.parameter
         self._lost[value] = ()
@@ -208,13 +213,17 @@ class LabelFlow(TorchDispatchMode):
 
     def normalise(self, layer: Layer, axis: int, why: str, gated: bool) -> bool:
         """Note that statistics run over this layer's channels; freeze them where no mask can be given."""
-        elsewhere = any(site.node == self.node and site.axis != axis for site in self.record.norms)
+        elsewhere = any(site.axis != axis for site in self.norms_here())
         if self.masks_norm and layer.support == frozenset({axis}) and not elsewhere:
             ids = layer.ids.reshape(-1)
             self.record.norms.append(NormSite(self.node, axis, ids, gated, self.source, why))
             return True
         self.freeze(layer.ids, why)
         return False
+
+    def norms_here(self) -> Iterator[NormSite]:
+        """The statistics over channels of the node that is running."""
+        return itertools.takewhile(lambda site: site.node == self.node, reversed(self.record.norms))
 
     def _lost_by(self, tensor: Tensor) -> tuple[Slot, ...]:
         return self._lost.get(tensor) or ()

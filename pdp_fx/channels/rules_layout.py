@@ -69,7 +69,8 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
     source, packet = call.args[0], call.func.overloadpacket
     if packet not in CUTS:
         return list(flow.layers(source))
-    axis = _dim(call) % source.ndim
+    names = [argument.name for argument in call.func._schema.arguments]
+    axis = int((dict(zip(names, call.args, strict=False)) | call.kwargs).get("dim", 0)) % source.ndim
     layers: list[Layer] = []
     for layer in flow.layers(source):
         if axis in layer.support and len(layer.support) > 1:
@@ -83,13 +84,6 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
             flow.freeze(layer.ids.select(axis, int(call.args[2])), why, "give it a layer of its own")
         layers.append(layer)
     return layers
-
-
-def _dim(call: Call) -> Any:
-    """The argument ``dim``: an axis, or a list of them."""
-    names = [argument.name for argument in call.func._schema.arguments]
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    return given.get("dim", given.get("dims", 0))
 
 
 def _broadcast(source: Tensor, result: Tensor, flow: LabelFlow) -> list[Layer]:

@@ -1,4 +1,4 @@
-"""Hard masks whose gradient goes straight through, to pruned weights, too (Bengio et al., 2013)."""
+"""Values whose gradient goes straight through to what they stand for (Bengio et al., 2013)."""
 
 from typing import Any
 
@@ -6,21 +6,23 @@ import torch
 from torch import Tensor
 
 
-def straight_mask(weight: Tensor, pruned: Tensor) -> Tensor:
-    """Return 0 where ``pruned`` and the weight elsewhere; the gradient is passed on as it is, everywhere.
+def straight_through(weight: Tensor, value: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Return ``value``, with a gradient that reaches ``weight`` times ``factor``, or as it is.
 
     Args:
         weight: the weights, any shape.
-        pruned: booleans in the shape of ``weight``.
+        value: what is computed with in their place, same shape; its own history is cut off.
+        factor: of the gradient, same shape.
     """
-    return _StraightMask.apply(weight, pruned)  # pyright: ignore[reportReturnType]
+    return _StraightThrough.apply(weight, value.detach(), factor)  # pyright: ignore[reportReturnType]
 
 
-class _StraightMask(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, pruned: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return weight.masked_fill(pruned, 0)
+    def forward(ctx: Any, weight: Tensor, value: Tensor, factor: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(*(() if factor is None else (factor,)))
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (grad * ctx.saved_tensors[0] if ctx.saved_tensors else grad), None, None
