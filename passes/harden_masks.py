@@ -39,7 +39,7 @@ class HardenMasks(Pass):
         ctx.put(Dropped(_dropped_rows(gm, ctx.get(Pruner))))
         _harden_inside(gm)
         for node in gm.graph.nodes:
-            _unmask_norm(node)
+            _unmask_norm(gm, node)
         values: dict[fx.Node, Tensor] = {}
         reads: dict[fx.Node, fx.Node] = {}
         with torch.no_grad():
@@ -98,13 +98,16 @@ def _harden_inside(gm: fx.GraphModule) -> None:
     swap_modules(gm, {layer: reclass(layer, kind.plain) for layer, kind in hooked.items()})
 
 
-def _unmask_norm(node: fx.Node) -> None:
+def _unmask_norm(gm: fx.GraphModule, node: fx.Node) -> None:
     """Take the mask from a norm: its channels will be gone."""
     if node.op == "call_function" and node.target in PLAIN:
         node.target = PLAIN[node.target]
         node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("mask", "axis")}
-    elif node.op == "call_module" and "mask" in node.kwargs:
-        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "mask"}
+    elif node.op == "call_module":
+        # A user's module may be given a mask of its own.
+        kind = kind_of(gm.get_submodule(str(node.target)))
+        if kind is not None and kind.takes_mask:
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "mask"}
 
 
 def _fold(

@@ -101,6 +101,10 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     changing = frozenset(
         name for name, ids in found.taint.items() if any(gone[found.classes[i.numpy()]].any() for i in ids)
     )
+    for node in gm.graph.find_nodes(op="call_function", target=torch._assert):
+        # What was checked of a size is no longer so; labels have told that nothing else depends on it.
+        if any(source.name in changing for source in node.all_input_nodes):
+            _erase(node, changing)
     numbers = SmallNumbers(found, gone, changing)
     # Nodes that only training mode needs are gone from the graph.
     for name in [name for name in found.resized if name in nodes]:
@@ -112,6 +116,15 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
         source = found.kept(read[0] if read else Labelled((), ()), gone)
         results = tuple(found.kept(value, gone) for value in found.given(node) or ())
         rewrite.apply(node, Job(source, results, found.numbers, changing, numbers.value))
+
+
+def _erase(node: fx.Node, changing: frozenset[str]) -> None:
+    """Erase a node, and the numbers that only it has used."""
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        if source.name in changing and not source.users:
+            _erase(source, changing)
 
 
 def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:

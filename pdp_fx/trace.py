@@ -69,7 +69,14 @@ def trace(
         torch.enable_grad(),
         replaced(functional, "_verify_batch_size", _accept),
     ):
-        return _trace_by_recording(model, example, watch)
+        findings = Findings()
+        try:
+            return _trace_by_recording(model, example, findings, watch)
+        except Exception:
+            if not findings.casts:
+                raise
+            # Code may ask whether a type is int itself.
+            return _trace_by_recording(model, example, Findings(casts=None), watch)
 
 
 def _refuse_sparse(model: nn.Module, example: ExampleCall) -> None:
@@ -91,8 +98,9 @@ def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
     return _build(model, Recordings(align(in_eval, in_train), whole), gate_all=False)
 
 
-def _trace_by_recording(model: nn.Module, example: ExampleCall, watch: Runner | None) -> fx.GraphModule:
-    findings = Findings()
+def _trace_by_recording(
+    model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
+) -> fx.GraphModule:
     with noticing_idle(model, findings):
         plain = _reference(model, example, training=False)
     try:

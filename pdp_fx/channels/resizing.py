@@ -75,19 +75,39 @@ class Job:
         """What to write for the size of ``axis`` where the program has ``given``."""
         if isinstance(given, fx.Node):
             if given.name in self.changing:
-                # A size that comes out right by itself also follows the size of the batch.
-                return given if self.small(given) == kept.size(axis) else kept.size(axis)
+                return self._mended(given, kept.size(axis))
             return _scaled(given, kept.size(axis), kept.value.shape[axis]) if kept.changes(axis) else given
         return kept.size(axis) if given != -1 and kept.changes(axis) else given
+
+    def _mended(self, number: fx.Node, size: int) -> Any:
+        """What gives ``size`` where the number's own program may have been right for all channels only.
+
+        A computation stays one if it can, for it may follow the size of the batch, too.
+        """
+        now = self.small(number)
+        if now == size:
+            return number
+        if number.target is operator.floordiv and isinstance(whole := number.args[0], fx.Node):
+            # Batch and heads in one, divided by the heads that there were, may have come to nothing.
+            there = self.small(whole)
+            if there and there % size == 0:
+                return _after(number, operator.floordiv, whole, there // size)
+        return _scaled(number, size, now) if now else size
 
 
 def _scaled(number: fx.Node, new: int, old: int) -> fx.Node:
     """The number times new / old: an axis that merges channels with the batch keeps following the batch."""
     common = math.gcd(new, old)
-    with number.graph.inserting_after(number):
-        times = number.graph.call_function(operator.mul, (number, new // common))
-    with number.graph.inserting_after(times):
-        return number.graph.call_function(operator.floordiv, (times, old // common))
+    times = _after(number, operator.mul, number, new // common)
+    return _after(times, operator.floordiv, times, old // common)
+
+
+def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int) -> fx.Node:
+    """A new node behind ``place``, unless the other number is 1."""
+    if other == 1:
+        return number
+    with place.graph.inserting_after(place):
+        return place.graph.call_function(call, (number, other))
 
 
 Apply = Callable[[fx.Node, Job], None]

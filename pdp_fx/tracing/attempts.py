@@ -64,13 +64,14 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
         known = findings.recording(training)
         if known is not None:
             return known
+        knowledge = findings.knowledge
         try:
             recording = forgetting(
                 lambda: record(model.train(training), example.fresh(), findings),
                 model,
                 expected=(UnrecordableError,),
             )
-            findings.note(training, recording)
+            findings.note(training, recording, knowledge)
         except UnrecordableError as err:
             _keep_whole(model, err, findings)
             for other in err.more:

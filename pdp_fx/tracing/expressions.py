@@ -57,6 +57,23 @@ def _by_span(filename: str) -> dict[Span, Located]:
     return found
 
 
+def only_unpacks(frame: FrameType) -> bool:
+    """Whether the frame assigns the parts of a value to as many names, or takes one of them."""
+    located = expression_at(frame)
+    if located is None:
+        return False
+    parent = located.parents[-1]
+    if isinstance(parent, ast.Assign):
+        return all(_is_tuple(target) for target in parent.targets)
+    return isinstance(parent, ast.Subscript) and located.node is parent.value
+
+
+def _is_tuple(target: ast.expr) -> bool:
+    return isinstance(target, ast.Tuple | ast.List) and not any(
+        isinstance(t, ast.Starred) for t in target.elts
+    )
+
+
 def only_checks(frame: FrameType, value: bool) -> bool:
     """Whether the truth of a tensor, asked for by the frame, decides about nothing but an error.
 

@@ -15,11 +15,14 @@ class Findings:
         opaque: the modules and methods to keep whole, each with the reason.
         tried: all that was ever kept whole; it need not be proposed again.
         asked: whether the model asked if it is being compiled.
+        casts: by identity, the globals of code in which `int` has to keep live numbers alive; None where it
+            is left as it is.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
+    casts: dict[int, dict[str, Any]] | None = field(default_factory=dict[int, dict[str, Any]])
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
@@ -32,14 +35,24 @@ class Findings:
         """The one `Bound` of a method of an object, so that two recordings hold the same."""
         return self._bound.setdefault((id(thing), method), Bound(thing, method))
 
-    def note(self, training: bool, recording: Recording) -> None:
-        """Note a recording made with what is known now."""
-        self._made[training] = recording, len(self.tried)
+    def note_casts(self, namespaces: dict[int, dict[str, Any]]) -> None:
+        """Note where `int` was called on live numbers."""
+        if self.casts is not None:
+            self.casts |= namespaces
+
+    @property
+    def knowledge(self) -> int:
+        """How much has been learned."""
+        return len(self.tried) + len(self.casts or ())
+
+    def note(self, training: bool, recording: Recording, knowledge: int) -> None:
+        """Note a recording made with what was known at some time."""
+        self._made[training] = recording, knowledge
 
     def recording(self, training: bool) -> Recording | None:
         """The recording of a mode, if nothing has been learned since."""
         made = self._made.get(training)
-        return made[0] if made is not None and made[1] == len(self.tried) else None
+        return made[0] if made is not None and made[1] == self.knowledge else None
 
     def is_new(self) -> bool:
         """Whether something has been learned since the recording of either mode."""

@@ -16,7 +16,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from pdp_fx.tracing.casts import casting
 from pdp_fx.tracing.gradients import gradient_blocks
+from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recorder import Recorder
@@ -113,6 +115,8 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(torch.autocast, "__enter__", autocast_enter),
         replaced(torch.autocast, "__exit__", autocast_exit),
         _methods_whole(recorder),
+        without_memory(recorder),
+        casting(recorder),
         gradient_blocks(recorder),
         recorder.watch,
         _Listener(recorder),

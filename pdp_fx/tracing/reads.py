@@ -5,10 +5,12 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing import functions
-from pdp_fx.tracing.expressions import only_checks
+from pdp_fx.tracing.expressions import only_checks, only_unpacks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder
+from pdp_fx.tracing.shapes import check_step, length_of
+from pdp_fx.tracing.sizes import plain
 from pdp_fx.tracing.source import source_line, user_frame
-from pdp_fx.tracing.steps import Expr, NumberReadError, UnrecordableError, is_data
+from pdp_fx.tracing.steps import Expr, NumberReadError, UnrecordableError, Value, is_data
 
 
 def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -26,7 +28,32 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
         return read(recorder, *args, **kwargs)
     if name in functions.METADATA and not (name == "type" and len(args) > 1):
         return recorder.run(function, args, kwargs)
-    return recorder.function(function, args, kwargs)
+    result = recorder.function(function, args, kwargs)
+    if name in ("split", "unbind"):
+        _check_parts(recorder, name, args, result)
+    return result
+
+
+def counted(recorder: Recorder, number: Any) -> None:
+    """Let the graph fail if a number that a loop counts up to is another."""
+    if not recorder.inside and not is_data(number.value):
+        _as_often(recorder, number.value, plain(number))
+
+
+def _check_parts(recorder: Recorder, name: str, args: Args, parts: Any) -> None:
+    """Let the graph fail if a tensor falls into more parts, unless Python itself would."""
+    sizes = args[1] if name == "split" and len(args) > 1 else 1
+    frame = user_frame()
+    if isinstance(sizes, int) and not (frame is not None and only_unpacks(frame)):
+        _as_often(recorder, *length_of(recorder.steps[-1], parts))
+
+
+def _as_often(recorder: Recorder, value: Value, number: int) -> None:
+    source = source_line()
+    message = (
+        f"{source} goes up to {number} in this graph; to go elsewhere, trace with example_inputs that do"
+    )
+    recorder.steps.append(check_step([(value, number)], message, recorder.scope, source))
 
 
 def _shape(recorder: Recorder, tensor: torch.Tensor) -> torch.Size:

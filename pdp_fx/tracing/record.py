@@ -35,3 +35,4 @@ def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Record
         raise
     finally:
         recorder.session.open = False
+        findings.note_casts(recorder.session.cast_in)

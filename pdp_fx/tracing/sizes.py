@@ -3,23 +3,32 @@
 Reading `x.shape[1]` while recording gives a `LiveInt`: an `int` in every respect, with the expression
 `x.size(1)` beside it. Arithmetic keeps the expression going, so `x.shape[1] // 2` stays a computation in the
 graph and batch size stays dynamic. A comparison gives a plain bool: the branch that the model took is the
-branch in the graph. So does `int(...)` give a plain number, because Python insists on it.
+branch in the graph. So does `int(...)` give a plain number, because Python insists on it; where that is done
+is noted.
 """
 
 import math
 import operator
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from pdp_fx.tracing.source import is_users
 from pdp_fx.tracing.steps import Expr, Value
 
 
 @dataclass
 class Session:
-    """The recording that a live number belongs to; once it is closed, its numbers act like plain ones."""
+    """The recording that a live number belongs to.
+
+    Attributes:
+        open: whether it is still running; once it is over, its numbers act like plain ones.
+        cast_in: by identity, the globals of users' code that called `int` on a live number.
+    """
 
     open: bool = True
+    cast_in: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
 
 class LiveInt(int):
@@ -114,6 +123,13 @@ def _unary(call: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _cast(self: Any) -> int:
+    caller = sys._getframe(1)
+    if self.session.open and is_users(caller.f_code.co_filename):
+        self.session.cast_in[id(caller.f_globals)] = caller.f_globals
+    return int(plain(self))
+
+
 def _divmod(self: Any, other: Any) -> Any:
     return self // other, self % other
 
@@ -128,6 +144,7 @@ def _equip(kind: Any) -> None:
     for call in (math.floor, math.ceil, math.trunc, round):
         setattr(kind, f"__{call.__name__}__", _unary(call))
     kind.__divmod__ = _divmod
+    kind.__int__ = _cast
 
 
 _equip(LiveInt)

@@ -112,6 +112,25 @@ class BatchedHeads(QkvHardCoded):
         return x + self.out(y.view(b, HEADS, t, SIZE).transpose(1, 2).reshape(b, t, -1))
 
 
+class HeadsOutOfTheBatch(nn.Module):
+    """The batch comes out of a division by the written number of heads, which have one channel each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, 4) for _ in range(3))
+        self.out = nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (
+            layer(x).view(b, t, 4, 1).transpose(1, 2).reshape(b * 4, t, 1)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = (q @ k.transpose(1, 2)).softmax(-1) @ v
+        y = y.reshape(y.shape[0] // 4, 4, y.shape[1], y.shape[2]).transpose(1, 2)
+        return x + self.out(y.reshape(y.shape[0], y.shape[1], 4))
+
+
 class WideValues(nn.Module):
     """One head whose values are wider than its queries, with the scale that torch works out (iFormer)."""
 
@@ -369,6 +388,7 @@ ATTENTION = (
     Construct(Causal, sequences(), removed=HEAD_PRUNING),
     Construct(SingleHead, sequences(), removed=HEAD_PRUNING),
     Construct(BatchedHeads, sequences(), removed=HEAD_PRUNING),
+    Construct(HeadsOutOfTheBatch, sequences(), removed=6),
     Construct(WideValues, sequences(), removed=4, reason="attention divides by the root of the number"),
     Construct(WideValuesScaled, sequences(), removed=8),
     Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),

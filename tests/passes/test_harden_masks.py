@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import pdp_fx
 from pdp_fx import NM, Channels, Unstructured
 from pdp_fx.channels.labels import Slot
 from pdp_fx.granularity import Rule
@@ -39,6 +40,34 @@ def test_outputs_are_those_of_the_prepared_model_bit_for_bit(name: str, rule: Ru
     assert difference(prepared, gm, x) == 0
     assert "pdp" not in listing(gm)
     assert "mask_axis" not in listing(gm)
+
+
+class Steered(nn.Module):
+    """A module that decides by its data, so that it is kept whole, and has a mask of its own."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x * 2 if float(x.sum()) > 1e9 else x
+        return x if mask is None else x * mask
+
+
+class GivesMasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.steered = Steered()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.steered(self.down(self.norm(self.up(x))), mask=(x > -100).double())
+
+
+def test_a_mask_that_the_user_gives_to_a_module_stays() -> None:
+    # For the example the mask is 1 everywhere, so that no comparison of outputs would miss it.
+    x = torch.randn(2, 4, dtype=torch.float64)
+    model = GivesMasks().double()
+    for rule in RULES.values():
+        converted = pdp_fx.convert(pruned(model, at_once(rule), x))
+        assert converted(x).abs().sum() > 0
+        assert converted(x - 1000).abs().sum() == 0
 
 
 def test_the_channels_that_go_are_left_as_rows_of_their_producers() -> None:

@@ -1,0 +1,94 @@
+"""Functions that remember their results (`functools.lru_cache`), while a model is recorded.
+
+They know their arguments by value. Given the size of a tensor, they answer with what they found for another
+tensor of that size, in this run or in one before: a number that follows no tensor. einops plans its reshapes
+this way, and many models build their masks and tables so. While a recording runs, calls with live numbers go
+past the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pdp_fx.tracing.arguments import leaves
+from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.sizes import Live
+
+_Memory = functools._lru_cache_wrapper
+_found: dict[str, tuple[int, tuple[str, ...]]] = {}
+"""For each Python module how many names it had when it was last looked through, and those that remember."""
+
+
+@contextmanager
+def without_memory(recorder: Recorder) -> Generator[None, None, None]:
+    """Let functions and methods that remember their results compute those of live numbers anew."""
+    past = functools.cache(functools.partial(_past, recorder))
+    before = [(names, name, names[name]) for names, name in _functions(recorder.model)]
+    with ExitStack() as stack:
+        for owner, name in _methods(recorder.model):
+            stack.enter_context(replaced(owner, name, past(vars(owner)[name])))
+        for names, name, memory in before:
+            names[name] = past(memory)
+        try:
+            yield
+        finally:
+            for names, name, memory in before:
+                names[name] = memory
+
+
+def _past(recorder: Recorder, memory: Any) -> Callable[..., Any]:
+    @functools.wraps(memory)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = not recorder.inside and any(isinstance(leaf, Live) for leaf in leaves((args, kwargs)))
+        return (memory.__wrapped__ if alive else memory)(*args, **kwargs)
+
+    return call
+
+
+def _functions(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Such functions in Python modules and in modules of the model, as entries of dicts."""
+    for module_name, module in list(sys.modules.items()):
+        for name in _names(module_name, vars(module)):
+            yield vars(module), name
+    for part in model.modules():
+        for name in _remembering(vars(part)):
+            yield vars(part), name
+
+
+def _methods(model: nn.Module) -> Iterator[tuple[type, str]]:
+    """Such methods of the classes of the model's modules."""
+    for owner in {owner for kind in {type(part) for part in model.modules()} for owner in kind.__mro__}:
+        for name in _remembering(vars(owner)):
+            yield owner, name
+
+
+def _names(module_name: str, contents: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names in a Python module; there are thousands, so one is looked through when it has grown only."""
+    size, names = _found.get(module_name, (-1, ()))
+    if size != len(contents) or any(type(contents.get(name)) is not _Memory for name in names):
+        own = module_name.partition(".")[0] == torch.__name__
+        names = () if own else tuple(_remembering(contents))
+        _found[module_name] = len(contents), names
+    return names
+
+
+def _remembering(contents: Mapping[str, Any]) -> list[str]:
+    """The names of functions that remember and take arguments."""
+    return [
+        name
+        for name, value in list(contents.items())
+        if type(value) is _Memory and _takes_arguments(value.__wrapped__)
+    ]
+
+
+def _takes_arguments(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and bool(code.co_varnames)
