@@ -91,18 +91,19 @@ def _batch_layer(left: Layer | None, right: Layer | None, flow: LabelFlow) -> La
     aten._scaled_dot_product_attention_math, aten._scaled_dot_product_fused_attention_overrideable,
 )  # fmt: skip
 def attention(call: Call, flow: LabelFlow) -> None:
-    """Heads of q, k and v go together; the dimensions that q and k share set the scale and stay."""
+    """Heads of q, k and v go together; the dimensions of q and k are contracted."""
     result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
     head, token, inner = (result.ndim - 3, result.ndim - 2, result.ndim - 1)
     query, key, value = (heads_first(tensor, head, flow) for tensor in call.args[:3])
     for name, layers, stays in (
-        ("query", query, {head, token}),
-        ("key", key, {head}),
+        ("query", query, {head, token, inner}),
+        ("key", key, {head, inner}),
         ("value", value, {head, inner}),
     ):
         for layer in layers:
             if not layer.support <= stays:
                 flow.freeze(layer.ids, f"attention contracts this axis of its {name}")
+    consume(_vector(along(query, inner)), _vector(along(key, inner)), flow)
     heads = [_repeated(along(layers, head), result.shape[head]) for layers in (query, key, value)]
     known = [layer for layer in heads if layer is not None]
     if known and len(known) < 3:

@@ -67,6 +67,22 @@ class FusedInWindows(QkvHardCoded):
         return x + self.out(y.transpose(2, 3).reshape(b, t, -1))
 
 
+class SingleHeadFused(QkvHardCoded):
+    """Only values may go; then torch breaks attention up, for they are fewer than the queries (diffusers)."""
+
+    scale: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unsqueeze(1) for layer in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, scale=self.scale).squeeze(1))
+
+
+class SingleHeadScaled(SingleHeadFused):
+    """The scale is given, so the dimensions that q and k share may go, too."""
+
+    scale = 0.4
+
+
 class ScaleFromShape(QkvHardCoded):
     """The scale is computed from the size of q."""
 
@@ -384,6 +400,8 @@ ATTENTION = (
     Construct(QkvFreeSize, sequences(), removed=HEAD_PRUNING),
     Construct(DefaultScale, sequences(), removed=4),
     Construct(FusedInWindows, sequences(length=6), removed=HEAD_PRUNING),
+    Construct(SingleHeadScaled, sequences(), removed=12),
+    Construct(SingleHeadFused, sequences(), removed=4, reason="attention divides by the root of the number"),
     Construct(ScaleFromShape, sequences(), removed=4),
     Construct(Causal, sequences(), removed=HEAD_PRUNING),
     Construct(SingleHead, sequences(), removed=HEAD_PRUNING),
