@@ -1,13 +1,15 @@
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdp_fx import Unstructured, VerifyError
 from pdp_fx.compiler import Context, Pipeline
 from pdp_fx.example_inputs import normalised
 from pdp_fx.passes.verify_equivalence import (
+    InOrder,
     Reference,
     Verified,
     VerifyEquivalence,
@@ -46,6 +48,27 @@ def test_a_difference_above_the_tolerance_is_refused_and_one_below_is_not() -> N
     ctx.put(Reference((outputs[0] + 1e-3 * scale,), 5e-4))
     with pytest.raises(VerifyError, match=r"by (9\.9\d|1\.00)e-0[34] of the output's scale; at most 5e-04"):
         VERIFY.run(gm, ctx)
+
+
+class Draws(nn.Module):
+    """Draws random numbers in eval mode, too, in the memory format of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) + torch.empty_like(x).uniform_() + torch.rand(2, 1, 1, 1)
+
+
+def test_random_numbers_do_not_depend_on_how_memory_is_laid_out() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    other = x.to(memory_format=torch.channels_last)
+    for mode, same in ((InOrder(), True), (nullcontext(), False)):
+        found: list[Tensor] = []
+        for image in (x, other):
+            torch.manual_seed(0)
+            with mode:
+                found.append(Draws()(image))
+        assert torch.equal(*found) is same
+    (a,), (b,) = (eval_outputs(trace(Draws(), x), ((image,), {})) for image in (x, other))
+    assert torch.equal(a, b)
 
 
 def test_without_example_inputs_nothing_is_checked_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
