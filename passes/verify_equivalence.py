@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import Inputs, fresh, trial
+from pdp_fx.tracing.preserve import torch_generators
 from pdp_fx.tracing.structure import flat_tensors, tensors
 
 logger = logging.getLogger(__name__)
@@ -67,9 +69,10 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
     What it draws at random depends on the seed and on the order of indices only.
     """
     with trial(gm):
-        before = torch.get_rng_state()
+        before = tree_leaves(torch_generators())
         result = _called(gm, inputs)
-        drawn = not torch.equal(before, torch.get_rng_state())
+        after = tree_leaves(torch_generators())
+        drawn = len(before) != len(after) or not all(map(torch.equal, before, after))
     if drawn:
         with trial(gm), InOrder():
             result = _called(gm, inputs)

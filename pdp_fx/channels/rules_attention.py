@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, compress
@@ -20,6 +21,11 @@ from pdp_fx.channels.rules_pointwise import pointwise
 
 aten = torch.ops.aten
 
+FUSED = (
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_attention_math, aten._scaled_dot_product_fused_attention_overrideable,
+)  # fmt: skip
 SCALED = "attention divides by the root of the number of these channels"
 SCALED_REMEDY = "give scaled_dot_product_attention its scale as a number"
 
@@ -85,11 +91,7 @@ def _batch_layer(left: Layer | None, right: Layer | None, flow: LabelFlow) -> La
     return Layer(left.ids, left.zero | right.zero, (source,) if source.all_zero else (left, right))
 
 
-@rule(
-    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_attention_math, aten._scaled_dot_product_fused_attention_overrideable,
-)  # fmt: skip
+@rule(*FUSED)
 def attention(call: Call, flow: LabelFlow) -> None:
     """Heads of q, k and v go together; the dimensions of q and k are contracted."""
     result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
@@ -121,6 +123,12 @@ def attention(call: Call, flow: LabelFlow) -> None:
     kept += [layer for layer in (inside,) if layer is not None]
     kept += [Layer(t.ids, torch.zeros_like(t.zero), (t,)) for t in (tokens,) if t is not None]
     flow.put(result, kept)
+
+
+def is_fused_attention(target: Any) -> bool:
+    """Whether a node calls attention as one operation, by whatever name."""
+    packet = getattr(target, "overloadpacket", target)
+    return packet in (functional.scaled_dot_product_attention, aten.scaled_dot_product_attention, *FUSED)
 
 
 def keep_scale(flow: LabelFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

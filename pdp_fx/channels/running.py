@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Labelled
-from pdp_fx.channels.rules_attention import keep_scale
+from pdp_fx.channels.rules_attention import is_fused_attention, keep_scale
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
@@ -38,7 +37,7 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.sized = []
         self.flow.looked = False
         self.flow.masks_norm = self.can_mask(n)
-        if n.target is functional.scaled_dot_product_attention:
+        if is_fused_attention(n.target):
             keep_scale(self.flow, *self.fetch_args_kwargs_from_env(n))
         result = self.run_followed(n)
         if self.flow.looked and n.meta.get("opaque") == DIFFERS_BY_MODE:

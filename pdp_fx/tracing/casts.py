@@ -15,7 +15,7 @@ from typing import Any
 
 from pdp_fx.tracing.reads import counted
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.sizes import Live, live, plain
 from pdp_fx.tracing.steps import Expr
 
@@ -53,14 +53,9 @@ def _stand_in(original: type, call: Callable[..., Any]) -> Any:
 def casting(recorder: Recorder) -> Generator[None, None, None]:
     """Keep live numbers alive in `int(...)` where that is known to be needed; note those in `range(...)`."""
     names = [known for known in (recorder.findings.casts or {}).values() if "int" not in known]
-    for known in names:
-        known["int"] = _LIVE_INT
-    try:
-        with replaced(builtins, "range", _stand_in(range, _checked_range(recorder))):
-            yield
-    finally:
-        for known in names:
-            del known["int"]
+    checked = _stand_in(range, _checked_range(recorder))
+    with entries((known, "int", _LIVE_INT) for known in names), replaced(builtins, "range", checked):
+        yield
 
 
 def _to_int(*args: Any, **kwargs: Any) -> Any:
@@ -75,13 +70,12 @@ _LIVE_INT = _stand_in(int, _to_int)
 
 
 def _checked_range(recorder: Recorder) -> Callable[..., Any]:
+    original = range
+
     def call(*args: Any) -> range:
         for number in args:
             if isinstance(number, Live) and number.session is recorder.session:
                 counted(recorder, number)
-        return _RANGE(*(plain(number) for number in args))
+        return original(*(plain(number) for number in args))
 
     return call
-
-
-_RANGE = range

@@ -22,7 +22,7 @@ from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Step, Whole
 
@@ -143,9 +143,8 @@ def _methods_whole(recorder: Recorder) -> Generator[None, None, None]:
                     stack.enter_context(replaced(owner, name, call))
             elif whole.method:
                 module = recorder.model.get_submodule(whole.path)
-                stack.enter_context(
-                    _own_attribute(module, whole.method, _method_call(recorder, whole, module))
-                )
+                call = _method_call(recorder, whole, module)
+                stack.enter_context(entries([(vars(module), whole.method, call)]))
         yield
 
 
@@ -182,15 +181,6 @@ def _function_call(recorder: Recorder, whole: Whole) -> Callable[..., Any]:
         return recorder.guarded(recorder.user_function, whole, function, args, kwargs)
 
     return call
-
-
-@contextmanager
-def _own_attribute(module: nn.Module, name: str, value: object) -> Generator[None, None, None]:
-    vars(module)[name] = value
-    try:
-        yield
-    finally:
-        del vars(module)[name]
 
 
 def _unfolded(function: Any) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from pdp_fx.tracing.arguments import leaves
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.sizes import Live
 
 _Memory = functools._lru_cache_wrapper
@@ -31,17 +31,12 @@ _found: dict[str, tuple[int, tuple[str, ...]]] = {}
 def without_memory(recorder: Recorder) -> Generator[None, None, None]:
     """Let functions and methods that remember their results compute those of live numbers anew."""
     past = functools.cache(functools.partial(_past, recorder))
-    before = [(names, name, names[name]) for names, name in _functions(recorder.model)]
+    functions = [(names, name, past(names[name])) for names, name in _functions(recorder.model)]
     with ExitStack() as stack:
         for owner, name in _methods(recorder.model):
             stack.enter_context(replaced(owner, name, past(vars(owner)[name])))
-        for names, name, memory in before:
-            names[name] = past(memory)
-        try:
+        with entries(functions):
             yield
-        finally:
-            for names, name, memory in before:
-                names[name] = memory
 
 
 def _past(recorder: Recorder, memory: Any) -> Callable[..., Any]:

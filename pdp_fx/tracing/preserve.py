@@ -25,7 +25,7 @@ def preserved(*models: nn.Module) -> Generator[None, None, None]:
     """Put the models and the random number generators back at the end, also after an error."""
     modules = {id(module): module for model in models for module in model.modules()}
     saved = [_Saved(module) for module in modules.values()]
-    generators = _generators()
+    generators = (*torch_generators(), random.getstate(), np.random.get_state())
     try:
         yield
     finally:
@@ -96,9 +96,9 @@ def _same(buffer: torch.Tensor, value: torch.Tensor) -> bool:
     return buffer.shape == value.shape and torch.equal(buffer, value)
 
 
-def _generators() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+def torch_generators() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The states of torch's generators: that of the CPU, and those of the CUDA devices if they are in use."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def _set_generators(states: tuple[Any, ...]) -> None:

@@ -30,7 +30,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
         return recorder.run(function, args, kwargs)
     result = recorder.function(function, args, kwargs)
     if name in ("split", "unbind"):
-        _check_parts(recorder, name, args, result)
+        _check_parts(recorder, (*args[1:], *kwargs.values()) if name == "split" else (), result)
     return result
 
 
@@ -40,11 +40,11 @@ def counted(recorder: Recorder, number: Any) -> None:
         _as_often(recorder, number.value, plain(number))
 
 
-def _check_parts(recorder: Recorder, name: str, args: Args, parts: Any) -> None:
-    """Let the graph fail if a tensor falls into more parts, unless Python itself would."""
-    sizes = args[1] if name == "split" and len(args) > 1 else 1
+def _check_parts(recorder: Recorder, told: Args, parts: Any) -> None:
+    """Let the graph fail if a tensor falls into more parts, unless it is told their sizes or Python fails."""
     frame = user_frame()
-    if isinstance(sizes, int) and not (frame is not None and only_unpacks(frame)):
+    sizes = any(isinstance(argument, list | tuple) for argument in told)
+    if not sizes and not (frame is not None and only_unpacks(frame)):
         _as_often(recorder, *length_of(recorder.steps[-1], parts))
 
 

@@ -1,7 +1,7 @@
-"""Replacing an attribute of a class or module for a while."""
+"""Replacing attributes and names for a while."""
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,3 +19,23 @@ def replaced(owner: Any, name: str, value: object) -> Generator[None, None, None
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def entries(values: Iterable[tuple[dict[str, Any], str, object]]) -> Generator[None, None, None]:
+    """Let dicts have other values inside the block: of each the dict, the key and the value."""
+    before = []
+    try:
+        for held, key, value in values:
+            before.append((held, key, held.get(key, _ABSENT)))
+            held[key] = value
+        yield
+    finally:
+        for held, key, value in reversed(before):
+            if value is _ABSENT:
+                del held[key]
+            else:
+                held[key] = value

@@ -168,6 +168,15 @@ class WideValuesScaled(WideValues):
     scale = 0.4
 
 
+class OperationItself(QkvHardCoded):
+    """The operation is called past torch.nn.functional, and its scale is left to it (exported graphs)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unsqueeze(1) for layer in (self.q, self.k, self.v))
+        y = torch.ops.aten.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.squeeze(1))
+
+
 class PrefixAndRotated(nn.Module):
     """The first token keeps its place, the others are turned by tables that all heads share (DINOv3)."""
 
@@ -409,6 +418,7 @@ ATTENTION = (
     Construct(HeadsOutOfTheBatch, sequences(), removed=6),
     Construct(WideValues, sequences(), removed=4, reason="attention divides by the root of the number"),
     Construct(WideValuesScaled, sequences(), removed=8),
+    Construct(OperationItself, sequences(), removed=4, reason="attention divides by the root of the number"),
     Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
