@@ -13,6 +13,7 @@ from pdp_fx.granularity import NM
 from pdp_fx.masks import MaskOwnWeight, NMMask, WeightMask
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of
+from pdp_fx.ops.together import Together
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, swap_modules
 from pdp_fx.passes.find_sites import layers_in
@@ -29,6 +30,7 @@ class MaskWeights(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         pruner, exposed = ctx.get(Pruner), ctx.get(Exposed)
         masks: dict[int, MaskPolicy] = {}
+        together = Together()
         for site, rule in ctx.get(Plan).weights:
             weight = gm.get_parameter(site.parameter)
             where = MaskSite((site.parameter,), rule, ctx.spec.softness, (weight,))
@@ -36,6 +38,8 @@ class MaskWeights(Pass):
                 mask = made(where, NMMask, NMPolicy)
             else:
                 mask = made(where, WeightMask, WeightPolicy)
+            if isinstance(mask, WeightMask):
+                mask.together = together
             key = pruner.add(site.parameter, mask, rule)
             masks[id(weight)] = mask
             read = exposed.nodes.get(site.parameter)

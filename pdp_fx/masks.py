@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
+from pdp_fx.ops import gpu
 from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.select import readable
 from pdp_fx.ops.soft_mask import Temperature, Threshold, soft_mask, soft_mask_value
 from pdp_fx.ops.straight import straight_through
 from pdp_fx.ops.threshold import compute_dtype, threshold
+from pdp_fx.ops.together import Together
 from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy
 from pdp_fx.softness import Softness
 
@@ -72,7 +74,15 @@ class Tempered(MaskPolicy):
 
 
 class WeightMask(Tempered, WeightPolicy):
-    """PDP for single weights (paper, section 3.1)."""
+    """PDP for single weights (paper, section 3.1).
+
+    Attributes:
+        together: what finds the thresholds on a GPU; masks of one model have it in common.
+    """
+
+    def __init__(self, site: MaskSite) -> None:
+        super().__init__(site)
+        self.together = Together()
 
     def soft(self, weight: Tensor) -> Tensor:
         if self.idle(weight):
@@ -85,6 +95,8 @@ class WeightMask(Tempered, WeightPolicy):
         return soft_mask_value(weights[0], self._threshold(weights[0]), self.temperature(weights[0]))
 
     def _threshold(self, weight: Tensor) -> Threshold:
+        if gpu.usable(weight):
+            return self.together.threshold(self, weight)
         if not readable(weight) or not 0 < int(self.count) < weight.numel():
             return threshold(weight, self.count)
         largest_pruned, smallest_kept = self.ranking.around(weight, int(self.count))

@@ -10,16 +10,17 @@ Everything is computed in `compute_dtype`, whatever autocast says, and the backw
 w and t, so that no tensor is kept alive that is not alive anyway. An infinite weight stays infinite, has a
 NaN gradient and leaves its neighbours alone.
 
-On the CPU both equations run in few passes, the backward one over blocks that stay in the cache. Everywhere
-else, and for a compiler, which fuses them, they are plain formulas; so is a backward pass that is itself
-differentiated.
+On the CPU both equations run in few passes, the backward one over blocks that stay in the cache; on a GPU
+each is one pass (`pdp_fx.ops.gpu`). Everywhere else, and for a compiler, which fuses them, they are plain
+formulas; so is a backward pass that is itself differentiated.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from pdp_fx.ops import gpu
 from pdp_fx.ops.select import readable
 from pdp_fx.ops.threshold import compute_dtype
 
@@ -64,6 +65,8 @@ class _SoftMask(torch.autograd.Function):
     ) -> Tensor:
         ctx.numbers = [None if isinstance(value, Tensor) else value for value in (threshold, tau)]
         ctx.save_for_backward(weight, *(value for value in (threshold, tau) if isinstance(value, Tensor)))
+        if _in_one_pass(weight, threshold):
+            return gpu.masked(weight, cast(Tensor, threshold), tau)
         wide = weight.to(compute_dtype(weight.dtype))
         return (_mask(wide, threshold, tau) * wide).to(weight.dtype)
 
@@ -71,6 +74,8 @@ class _SoftMask(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         weight, *tensors = ctx.saved_tensors
         threshold, tau = (tensors.pop(0) if value is None else value for value in ctx.numbers)
+        if not torch.is_grad_enabled() and _in_one_pass(weight, threshold):
+            return gpu.gradient(weight, threshold, tau, grad), None, None
         return _gradient(weight, threshold, tau, grad), None, None
 
 
@@ -117,6 +122,10 @@ def _gradient(weight: Tensor, threshold: Threshold, tau: Temperature, grad: Tens
     mask = _mask(wide, threshold, tau)
     softness = torch.ops.aten.sigmoid_backward.default(wide, mask)
     return ((mask + softness * (2.0 / tau) * wide) * grad).to(weight.dtype)
+
+
+def _in_one_pass(weight: Tensor, threshold: Threshold) -> bool:
+    return isinstance(threshold, Tensor) and threshold.ndim == 0 and gpu.usable(weight)
 
 
 def _mask(wide: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
