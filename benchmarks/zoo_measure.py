@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 import pdp_fx
 from benchmarks.zoo_models import Subject, build
@@ -27,8 +27,11 @@ from benchmarks.zoo_outputs import TOLERANCE, Arguments, call, difference, in_dt
 from benchmarks.zoo_peer import measure_peer
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.errors import PassError, PdpError, VerifyError
+from pdp_fx.passes.verify_equivalence import rounding_effect
+from pdp_fx.proving import AMPLIFIED, MOST_AMPLIFIED
 from pdp_fx.pruner import find
 from pdp_fx.trace import trace
+from pdp_fx.tracing.inputs import example_call
 
 SPECS = {
     "channels": pdp_fx.Channels(ratio=0.5),
@@ -152,13 +155,18 @@ def _measure_ours(
     report({"macs_removed": 1 - mmacs(converted, batches[0]) / dense, "zeros": zeros})
 
 
-def _decide_in_double(prepared: nn.Module, batches: tuple[Arguments, Arguments]) -> None:
+def _decide_in_double(prepared: fx.GraphModule, batches: tuple[Arguments, Arguments]) -> None:
     """Tell a wrong channel from rounding, which may change the order of boxes that are all but equal."""
     exact = copy.deepcopy(prepared).double()
-    worst = difference(
-        exact, pdp_fx.convert(exact), tuple(in_dtype(batch, torch.float64) for batch in batches)
-    )
-    report({"status": verdict(worst, exact), "difference_double": worst})
+    doubles = tuple(in_dtype(batch, torch.float64) for batch in batches)
+    worst = difference(exact, pdp_fx.convert(exact), doubles)
+    found: Result = {"status": verdict(worst, exact), "difference_double": worst}
+    if worst > TOLERANCE[torch.float64]:
+        calls = [example_call(batch) for batch in doubles]
+        found["rounding"] = max(rounding_effect(exact, (one.args, dict(one.kwargs))) for one in calls)
+        within = worst <= min(AMPLIFIED * found["rounding"], MOST_AMPLIFIED)
+        found["status"] = "exact" if within else "wrong"
+    report(found)
 
 
 def _structure(prepared: nn.Module) -> Result:

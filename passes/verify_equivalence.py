@@ -17,7 +17,14 @@ from pdp_fx.example_inputs import Inputs, fresh, trial
 from pdp_fx.tracing.preserve import torch_generators
 from pdp_fx.tracing.structure import flat_tensors, tensors
 
+aten = torch.ops.aten
+
 logger = logging.getLogger(__name__)
+
+
+_PRODUCTS = frozenset(
+    (aten.convolution, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot)
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,35 @@ class InOrder(TorchDispatchMode):
         ordered = first.contiguous()
         result = func(ordered, *args[1:], **(kwargs or {}))
         return first.copy_(ordered) if result is ordered else result
+
+
+def rounding_effect(gm: fx.GraphModule, inputs: Inputs) -> float:
+    """How far the eval outputs move when every product is rounded a little differently.
+
+    Removing channels changes the order in which products are summed up, and so their last bits. A model that
+    amplifies those cannot be compared more closely than this.
+    """
+    outputs = eval_outputs(gm, inputs)
+    with Rounded():
+        moved = eval_outputs(gm, inputs)
+    return relative_difference(moved, outputs)
+
+
+class Rounded(TorchDispatchMode):
+    """The results of products are moved up or down by one rounding, at random but the same in every run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _PRODUCTS and result.is_floating_point():
+            way = torch.randint(0, 2, result.shape, generator=self.generator).mul_(2).sub_(1).to(result)
+            result = result * (1 + torch.finfo(result.dtype).eps * way)
+        return result
 
 
 class Precision(TorchDispatchMode):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections import OrderedDict
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,31 +11,26 @@ from torch.nn.parameter import is_lazy
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.collecting import collecting_new
 from pdp_fx.compiler import Context, OnPass
-from pdp_fx.errors import PassError, PdpError, SpecError, StateError, VerifyError
-from pdp_fx.example_inputs import matching, normalised
+from pdp_fx.errors import PassError, SpecError, StateError, VerifyError
+from pdp_fx.example_inputs import normalised
 from pdp_fx.field_checks import described
 from pdp_fx.fingerprint import fingerprint, tables
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.finite import all_finite
 from pdp_fx.ops.kinds import named_modules
-from pdp_fx.passes import CONVERT, PREPARE
+from pdp_fx.passes import PREPARE
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.label_channels import LabelWatch
-from pdp_fx.passes.verify_equivalence import Precision, Reference, eval_outputs
-from pdp_fx.plain import plain
 from pdp_fx.planning import parameters_of
+from pdp_fx.proving import proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace
-from pdp_fx.tracing.replacing import replaced
 
 logger = logging.getLogger(__name__)
-
-LOOSE = 1e-4
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
 @collecting_new()
@@ -161,7 +153,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     if pruner.share < 1 and any(mask.planned for _, mask in pruner.mask_items()):
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
     try:
-        return _proved(gm, on_pass)
+        return proved(gm, on_pass)
     except (PassError, VerifyError) as err:
         now = tables(gm)
         other = [name for name, digest in pruner.tables.items() if now.get(name) != digest]
@@ -171,81 +163,6 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
                 "by them; load the checkpoint into the model before prepare"
             ) from err
         raise
-
-
-def _proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
-    """Convert a copy; where float32 rounding hides whether it is equal, float64 decides."""
-    dtype = next((p.dtype for p in gm.parameters() if p.is_floating_point()), torch.float32)
-    if dtype in TOLERANCE:
-        try:
-            return _converted(_copy(gm), TOLERANCE[dtype], on_pass)
-        except VerifyError:
-            if dtype == torch.float64:
-                raise
-    return _converted(_copy(gm), _proved_tolerance(gm), on_pass)
-
-
-def _proved_tolerance(gm: fx.GraphModule) -> float:
-    """How far rounding may take the converted model, once its float64 twin has been found equal.
-
-    Rounding alone can exceed the tolerance; in float64 it cannot, so there a difference is a proof. A
-    model that cannot run in float64, because it makes tensors of a fixed dtype, gets a looser bound.
-
-    Raises:
-        VerifyError: the float64 twins differ.
-    """
-    try:
-        _converted(_copy(gm).double(), TOLERANCE[torch.float64], None)
-    except VerifyError:
-        raise
-    except (PdpError, RuntimeError, TypeError):
-        return LOOSE
-    return float("inf")
-
-
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of its own; results of the last forward, which hooks may have kept, lose their history."""
-    deepcopy = torch.Tensor.__deepcopy__
-
-    def without_history(tensor: Tensor, memo: Any) -> Any:
-        return deepcopy(tensor if tensor.is_leaf else tensor.detach(), memo)
-
-    try:
-        with replaced(torch.Tensor, "__deepcopy__", without_history):
-            copied = copy.deepcopy(gm, _empty_tables(gm))
-    except RuntimeError as err:
-        raise StateError(f"the model cannot be copied: {err}") from err
-    # Every graph module has a class of its own, whose name deepcopy forgets.
-    type(copied).__name__ = type(gm).__name__
-    return copied
-
-
-def _empty_tables(gm: fx.GraphModule) -> dict[int, Any]:
-    """What deepcopy is told of the dozen empty tables that every module has, and which take it long."""
-    tables = [value for module in gm.modules() for value in vars(module).values()]
-    empty = [table for table in tables if type(table) is OrderedDict and not table]
-    return {id(table): OrderedDict[str, Any]() for table in empty}
-
-
-def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> fx.GraphModule:
-    """Convert ``gm``, which is ours to change."""
-    pruner = gm.get_submodule(CHILD)
-    if not isinstance(pruner, Pruner):
-        raise StateError("the model's 'pdp' child is not what prepare has put there")
-    inputs = None if pruner.example_inputs is None else matching(pruner.example_inputs, gm)
-    ctx = Context(pruner.spec, inputs)
-    ctx.put(pruner)
-    if pruner.channels is not None and pruner.fingerprint == fingerprint(gm):
-        ctx.put(pruner.channels)
-    gm.eval()
-    if inputs is not None:
-        with Precision() as precision:
-            outputs = eval_outputs(gm, inputs)
-        # A model of float64 weights may cast to float32 inside, as norms of language models do.
-        rounding = 0.0 if precision.double else TOLERANCE[torch.float32]
-        ctx.put(Reference(outputs, max(tolerance, rounding)))
-    CONVERT.run(gm, ctx, on_pass)
-    return plain(gm)
 
 
 def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:

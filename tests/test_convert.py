@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import pdp_fx
-from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured, VerifyError, api
+from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured, VerifyError, proving
 from pdp_fx.compiler import Context
 from pdp_fx.granularity import Rule
 from pdp_fx.ops.kinds import named_modules
@@ -447,7 +447,7 @@ def test_rounding_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference above the tolerance in float32 is looked at in float64, where it must vanish."""
     model, x = net("conv")
     prepared = pruned(model, Channels(ratio=0.5), x)
-    monkeypatch.setitem(api.TOLERANCE, torch.float32, 1e-12)
+    monkeypatch.setitem(proving.TOLERANCE, torch.float32, 1e-12)
     converted = pdp_fx.convert(prepared)
     assert next(converted.parameters()).dtype == torch.float32
     assert 0.0 < difference(prepared.eval(), converted, x) <= 1e-5
@@ -471,6 +471,43 @@ def test_single_precision_inside_a_double_model_is_no_failure() -> None:
     x = torch.randn(64, 6, dtype=torch.float64)
     prepared = pruned(NormsInSinglePrecision().double(), Channels(ratio=0.5), x)
     assert 1e-9 < difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-5
+
+
+class Chaotic(nn.Module):
+    """Makes every difference larger some thirty times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.hidden, self.head = nn.Linear(6, 16), nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(self.head(functional.gelu(self.hidden(functional.gelu(self.stem(x))))))
+        for _ in range(33):
+            x = 3.9 * x * (1 - x)
+        return x
+
+
+@pytest.mark.parametrize(("factor", "allowed"), [(1 + 2**-52, True), (1 + 2**-40, False)])
+def test_a_model_that_amplifies_rounding_is_allowed_that_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, factor: float, allowed: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 6, dtype=torch.float64)
+    prepared = pdp_fx.prepare(Chaotic().double(), at_once(Channels(ratio=0.5)), x)
+    pdp_fx.step(prepared)
+    fold = FoldBatchNorm.run
+
+    def change_it(self: FoldBatchNorm, gm: fx.GraphModule, ctx: Context) -> bool:
+        edited = fold(self, gm, ctx)
+        gm.get_parameter("head.bias").data *= factor
+        return edited
+
+    monkeypatch.setattr(FoldBatchNorm, "run", change_it)
+    if allowed:
+        assert 1e-9 < difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-6
+    else:
+        with pytest.raises(VerifyError, match="differs from the prepared one by"):
+            pdp_fx.convert(prepared)
 
 
 class Noisy(nn.Module):

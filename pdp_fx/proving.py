@@ -1,0 +1,122 @@
+"""Converting a copy of a prepared model, with a proof by numbers that its outputs stay what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from pdp_fx.compiler import Context, OnPass
+from pdp_fx.errors import PdpError, StateError, VerifyError
+from pdp_fx.example_inputs import matching
+from pdp_fx.fingerprint import fingerprint
+from pdp_fx.passes import CONVERT
+from pdp_fx.passes.verify_equivalence import Precision, Reference, eval_outputs, rounding_effect
+from pdp_fx.plain import plain
+from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.replacing import replaced
+
+LOOSE = 1e-4
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+AMPLIFIED = 10
+"""How much further than one change of every last bit a converted model may be from the prepared one."""
+
+MOST_AMPLIFIED = 1e-6
+"""A model that amplifies rounding beyond this cannot be told from one with a wrong index."""
+
+
+def proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
+    """Convert a copy; where float32 rounding hides whether it is equal, float64 decides.
+
+    Raises:
+        VerifyError: the outputs differ by more than rounding explains.
+        StateError: the model cannot be copied.
+    """
+    dtype = next((p.dtype for p in gm.parameters() if p.is_floating_point()), torch.float32)
+    if dtype == torch.float64:
+        return _proved_in_double(gm, on_pass)
+    if dtype in TOLERANCE:
+        with contextlib.suppress(VerifyError):
+            return _converted(_copy(gm), TOLERANCE[dtype], on_pass)
+    return _converted(_copy(gm), _proved_tolerance(gm), on_pass)
+
+
+def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
+    """Convert a copy; more than the tolerance is allowed only to a model that amplifies rounding as much."""
+    try:
+        return _converted(_copy(gm), TOLERANCE[torch.float64], on_pass)
+    except VerifyError:
+        pruner = gm.get_submodule(CHILD)
+        inputs = matching(cast(Pruner, pruner).example_inputs, gm)
+        allowed = AMPLIFIED * rounding_effect(gm, inputs)
+        if not TOLERANCE[torch.float64] < allowed < MOST_AMPLIFIED:
+            raise
+    return _converted(_copy(gm), allowed, on_pass)
+
+
+def _proved_tolerance(gm: fx.GraphModule) -> float:
+    """How far rounding may take the converted model, once its float64 twin has been found equal.
+
+    Rounding alone can exceed the tolerance; in float64 it cannot, so there a difference is a proof. A
+    model that cannot run in float64, because it makes tensors of a fixed dtype, gets a looser bound.
+
+    Raises:
+        VerifyError: the float64 twins differ.
+    """
+    try:
+        _proved_in_double(_copy(gm).double(), None)
+    except VerifyError:
+        raise
+    except (PdpError, RuntimeError, TypeError):
+        return LOOSE
+    return float("inf")
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of its own; results of the last forward, which hooks may have kept, lose their history."""
+    deepcopy = Tensor.__deepcopy__
+
+    def without_history(tensor: Tensor, memo: Any) -> Any:
+        return deepcopy(tensor if tensor.is_leaf else tensor.detach(), memo)
+
+    try:
+        with replaced(Tensor, "__deepcopy__", without_history):
+            copied = copy.deepcopy(gm, _empty_tables(gm))
+    except RuntimeError as err:
+        raise StateError(f"the model cannot be copied: {err}") from err
+    # Every graph module has a class of its own, whose name deepcopy forgets.
+    type(copied).__name__ = type(gm).__name__
+    return copied
+
+
+def _empty_tables(gm: fx.GraphModule) -> dict[int, Any]:
+    """What deepcopy is told of the dozen empty tables that every module has, and which take it long."""
+    tables = [value for module in gm.modules() for value in vars(module).values()]
+    empty = [table for table in tables if type(table) is OrderedDict and not table]
+    return {id(table): OrderedDict[str, Any]() for table in empty}
+
+
+def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> fx.GraphModule:
+    """Convert ``gm``, which is ours to change."""
+    pruner = gm.get_submodule(CHILD)
+    if not isinstance(pruner, Pruner):
+        raise StateError("the model's 'pdp' child is not what prepare has put there")
+    inputs = None if pruner.example_inputs is None else matching(pruner.example_inputs, gm)
+    ctx = Context(pruner.spec, inputs)
+    ctx.put(pruner)
+    if pruner.channels is not None and pruner.fingerprint == fingerprint(gm):
+        ctx.put(pruner.channels)
+    gm.eval()
+    if inputs is not None:
+        with Precision() as precision:
+            outputs = eval_outputs(gm, inputs)
+        # A model of float64 weights may cast to float32 inside, as norms of language models do.
+        rounding = 0.0 if precision.double else TOLERANCE[torch.float32]
+        ctx.put(Reference(outputs, max(tolerance, rounding)))
+    CONVERT.run(gm, ctx, on_pass)
+    return plain(gm)
