@@ -31,7 +31,7 @@ from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.grouping import Make, Stay, collect_groups, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot
-from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn
+from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn, stored
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
@@ -120,7 +120,7 @@ def observe(
         check_sizes(gm, node, flow, result)
         if node.name in computed and flow.stand_in(result, computed[node.name]):
             given = Labelled(tuple(result.shape), flow.layers(result))
-            flow.record.values[computed[node.name].parameter] = (given,)
+            flow.record.values[stored(computed[node.name].parameter)] = (given,)
         if node.op == "output":
             flow.freeze_all(list(tensors(result)), RETURNED)
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from pdp_fx.channels.labels import Reason, Slot
-from pdp_fx.channels.record import Contraction, Labelled, NormSite, StandIn
+from pdp_fx.channels.record import Contraction, Labelled, NormSite, StandIn, stored
 from pdp_fx.channels.resizing import Kept
 from pdp_fx.errors import PassError
 
@@ -139,4 +139,4 @@ class ChannelMap:
 
 def _key(node: fx.Node) -> str:
     """The name of a node; a parameter is the same whichever node reads it."""
-    return str(node.target) if node.op == "get_attr" else node.name
+    return stored(str(node.target)) if node.op == "get_attr" else node.name

@@ -127,6 +127,11 @@ class Labelled:
         return Labelled(self.shape, tuple(replace(layer, needs=()) for layer in self.layers))
 
 
+def stored(name: str) -> str:
+    """The key of a parameter or buffer among the values of nodes; no node has a dot in its name."""
+    return f"self.{name}"
+
+
 @dataclass
 class Record:
     """What one run of the graph has shown.

@@ -314,6 +314,22 @@ class LogProbabilities(nn.Module):
         return {"log": F.log_softmax(logits, -1), "best": logits.argmax(-1)}
 
 
+class PlacesOfItsOwn(nn.Module):
+    """An input that is not given, and the buffer of its name that takes its place."""
+
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.table, self.head = nn.Linear(6, 8), nn.Embedding(9, 8), nn.Linear(8, 5)
+        self.register_buffer("places", torch.arange(9))
+
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        if places is None:
+            places = self.places[None, : x.shape[1]]
+        return self.head(F.relu(self.stem(x) + self.table(places)))
+
+
 SIZES = (
     Construct(DividedByWidth, images(), removed=3, reason="how many of these channels"),
     Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
@@ -343,4 +359,5 @@ SIZES = (
     Construct(DeadBranch, images(), removed=7),
     Construct(UnusedLayer, images(), removed=7),
     Construct(LogProbabilities, sequences(), removed=4),
+    Construct(PlacesOfItsOwn, sequences(), removed=8),
 )
