@@ -70,4 +70,16 @@ def _new_meetings(shrunk: Shrunk, after: Record) -> int:
     # Where a single head is left, a value shared by all heads meets it by channels; with several heads it
     # stayed, and was followed no further.
     unseen = ~before.met[pairs].all(axis=0)
-    return int((loose & ~(unseen & stays[left])).sum())
+    # Two last heads that are joined along the axis of heads lie side by side there, channel by channel.
+    last = _last_heads(before, shrunk.gone)
+    return int((loose & ~(unseen & stays[left]) & ~(last[left] & last[right])).sum())
+
+
+def _last_heads(before: ChannelMap, gone: np.ndarray) -> np.ndarray:
+    """For every class whether it is all that is left along an axis of a tensor, in several places."""
+    last = np.zeros(len(before.classes), dtype=bool)
+    for classes in before.slots.values():
+        left = classes[~gone[classes]]
+        if len(left) > 1 and (left == left[0]).all():
+            last[left[0]] = True
+    return last

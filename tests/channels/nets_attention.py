@@ -349,6 +349,25 @@ class CrossAttention(nn.Module):
         return x + self.out(weight @ v)
 
 
+class HeadsBesideHeads(QkvHardCoded):
+    """Heads of attention beside heads of a dynamic convolution, along the axis of heads (ConvBERT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.kernel = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(HEADS * SIZE, HEADS * 3)
+        self.out = nn.Linear(2 * HEADS * SIZE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        query = self.q(x)
+        q, k, v = (y.view(b, t, HEADS, SIZE).transpose(1, 2) for y in (query, self.k(x), self.v(x)))
+        kernel = self.kernel(query).reshape(-1, 3, 1).softmax(1)
+        windows = F.unfold(self.mix(x).transpose(1, 2).unsqueeze(-1), (3, 1), padding=(1, 0))
+        convolved = windows.transpose(1, 2).reshape(-1, SIZE, 3) @ kernel
+        attended = ((q @ k.transpose(-2, -1)).softmax(-1) @ v).permute(0, 2, 1, 3)
+        return self.out(torch.cat([attended, convolved.view(b, t, HEADS, SIZE)], 2).flatten(2))
+
+
 class MultiheadModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -431,6 +450,7 @@ ATTENTION = (
     Construct(EinsumAttention, sequences(), removed=HEAD_PRUNING),
     Construct(ConvAttention, images(), removed=8),
     Construct(CrossAttention, pairs(sequences(), sequences(7, 4)), removed=12),
+    Construct(HeadsBesideHeads, sequences(), removed=19),
     Construct(MultiheadModule, sequences(), removed=12),
     Construct(EncoderLayer, sequences(), removed=8),
     Construct(HiddenLayer, sequences(), removed=8),
