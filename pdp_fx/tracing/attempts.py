@@ -8,7 +8,7 @@ from torch import nn
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.align import Alignment, align
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.forgetting import forgetting
+from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.inputs import ExampleCall
 from pdp_fx.tracing.leaves import stores_tensors
 from pdp_fx.tracing.record import record
@@ -67,7 +67,7 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
         knowledge = findings.knowledge
         try:
             recording = forgetting(
-                lambda: record(model.train(training), example.fresh(), findings),
+                lambda: record(in_mode(model, training), example.fresh(), findings),
                 model,
                 expected=(UnrecordableError,),
             )

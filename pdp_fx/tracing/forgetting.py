@@ -33,6 +33,14 @@ def forgetting(work: Callable[[], T], *models: nn.Module, expected: tuple[type[E
             return work()
 
 
+def in_mode(model: nn.Module, training: bool) -> nn.Module:
+    """Put a model into a mode by way of training mode: there it lets go of what it has kept for evaluation.
+
+    Tables made of weights are kept that way. Those from before a run would be constants in its graph.
+    """
+    return model.train().train(training)
+
+
 def _forget(tensor: torch.Tensor) -> None:
     """Keep nothing."""
 

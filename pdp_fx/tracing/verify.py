@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from pdp_fx.tracing.forgetting import forgetting
+from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.inputs import ExampleCall
 from pdp_fx.tracing.outcome import Outcome, outcome
 
@@ -29,8 +29,7 @@ def run(
 
 
 def _run(model: nn.Module, call: ExampleCall, training: bool, runner: Runner) -> Outcome:
-    model.train(training)
-    return outcome(model, runner(model, call))
+    return outcome(model, runner(in_mode(model, training), call))
 
 
 def _call(model: nn.Module, call: ExampleCall) -> Any:

@@ -1,4 +1,4 @@
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import pytest
 import torch
@@ -227,3 +227,31 @@ class ChangesWhenRecorded(nn.Module):
 def test_a_model_that_does_something_else_while_it_is_recorded_is_refused() -> None:
     with pytest.raises(TraceError, match="not exact"):
         trace(ChangesWhenRecorded(), torch.ones(2))
+
+
+class Cached(nn.Module):
+    """Keeps a table made of its weight for as long as it is in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.kept = nn.Parameter(torch.randn(4)), list[Tensor]()
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.kept = []
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x * self.weight.exp()
+        self.kept = self.kept or [self.weight.exp()]
+        return x * self.kept[0]
+
+
+def test_what_was_kept_from_an_earlier_evaluation_is_no_constant() -> None:
+    model = Cached().eval()
+    model(torch.ones(4))
+    gm = trace(model, torch.ones(4))
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert torch.equal(gm.eval()(torch.ones(4)), model.weight.exp())
