@@ -69,14 +69,58 @@ def trace(
         torch.enable_grad(),
         replaced(functional, "_verify_batch_size", _accept),
     ):
-        findings = Findings()
-        try:
-            return _trace_by_recording(model, example, findings, watch)
-        except Exception:
-            if not findings.casts:
-                raise
-            # Code may ask whether a type is int itself.
-            return _trace_by_recording(model, example, Findings(casts=None), watch)
+        return _for_two(_traced(model, example, watch), model, example, watch)
+
+
+def _traced(model: nn.Module, example: ExampleCall, watch: Runner | None) -> fx.GraphModule:
+    findings = Findings()
+    try:
+        return _trace_by_recording(model, example, findings, watch)
+    except Exception:
+        if not findings.casts:
+            raise
+        # Code may ask whether a type is int itself.
+        return _trace_by_recording(model, example, Findings(casts=None), watch)
+
+
+def _for_two(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, watch: Runner | None
+) -> fx.GraphModule:
+    """The graph, or one that holds for two examples, too, if that one does not although the model does.
+
+    In a batch of one an axis may have the size of another by chance, and the model may go another way
+    because of it.
+    """
+    two = example.twice()
+    wanted = None if two is None else _given_by(model, two)
+    if two is None or wanted is None or _gives(gm, model, two, wanted):
+        return gm
+    try:
+        other = _traced(model, two, None)
+        modes = {training: _reference(model, example, training) for training in _MODES}
+        problem = _problem(other, model, example, modes, None)
+        if not problem:
+            if watch is not None:
+                _gives_when_watched(other, model, example, modes[False], watch)
+            return other
+    except TraceError as err:
+        problem = str(err)
+    _log.info("the graph holds for one example only; traced on two: %s", problem)
+    return gm
+
+
+def _given_by(model: nn.Module, example: ExampleCall) -> Outcome | None:
+    """What a model gives in eval mode; None if it does not take the example."""
+    try:
+        return run(model, example, training=False)
+    except Exception as err:  # noqa: BLE001 the example is ours, not the user's
+        _log.info("takes no second example: %s", err)
+        return None
+
+
+def _gives(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Outcome) -> bool:
+    """Whether a graph gives an outcome in eval mode."""
+    return not _problem(gm, model, example, {False: wanted}, None)
 
 
 def _refuse_sparse(model: nn.Module, example: ExampleCall) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, check_step, length_of, structure_of
 from pdp_fx.tracing.steps import Expr, Step, Value
-from pdp_fx.tracing.structure import fresh_copy, has_tensors
+from pdp_fx.tracing.structure import fresh_copy, has_tensors, tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 _PLAIN = (str, int, float, bool, type(None))
@@ -29,6 +30,22 @@ class ExampleCall:
     def fresh(self) -> "ExampleCall":
         """The same arguments with tensors of their own."""
         return ExampleCall(fresh_copy(self.args), {key: fresh_copy(arg) for key, arg in self.kwargs.items()})
+
+    def twice(self) -> "ExampleCall | None":
+        """The same example twice in a batch; None if this is no batch of one."""
+        first = next(tensors((self.args, self.kwargs)), None)
+        if first is None or not _is_single(first):
+            return None
+        args, kwargs = tree_map(_doubled, (self.args, dict(self.kwargs)))
+        return ExampleCall(args, kwargs)
+
+
+def _is_single(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == 1
+
+
+def _doubled(leaf: Any) -> Any:
+    return torch.cat([leaf.detach()] * 2).requires_grad_(leaf.requires_grad) if _is_single(leaf) else leaf
 
 
 def example_call(example_inputs: object) -> ExampleCall:

@@ -47,6 +47,32 @@ def test_positions_grow_with_the_input() -> None:
     exact(Positions(), torch.randn(2, 5, 4), torch.randn(3, 7, 4))
 
 
+class ByExample(nn.Module):
+    """Spreads its positions over the batch, unless there are as many rows of them as examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])[None]
+        if places.shape[0] != x.shape[0]:
+            places = places.expand(x.shape[0], -1)
+        return x * places[torch.arange(x.shape[0])]
+
+
+class One(ByExample):
+    """Takes a batch of one only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(1, 4))
+
+
+def test_a_batch_of_one_is_not_taken_for_another_axis_of_one() -> None:
+    exact(ByExample(), torch.randn(1, 4), torch.randn(3, 4))
+    exact(ByExample(), torch.randn(2, 4), torch.randn(1, 4))
+
+
+def test_a_model_for_one_example_is_traced_on_one() -> None:
+    exact(One(), torch.randn(1, 4))
+
+
 def test_a_size_is_written_once_for_each_tensor_and_axis() -> None:
     gm = exact(Windows(), torch.randn(2, 4, 4, 6))
     reads = [node.args for node in gm.graph.nodes if node.target == "size"]
