@@ -103,6 +103,11 @@ def is_in_place(name: str) -> bool:
     return name in _IN_PLACE or name == "__setitem__"
 
 
+def keeps_size(name: str) -> bool:
+    """Whether a method of this name changes its tensor, but not the size of it."""
+    return is_in_place(name) and not name.startswith(("resize", "set_"))
+
+
 def acts_in_place(node: fx.Node) -> bool:
     """Whether a node calls a function or method that changes a tensor."""
     if node.op not in ("call_method", "call_function"):

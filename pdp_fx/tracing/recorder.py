@@ -4,6 +4,7 @@ The recorder is told of every torch function and every module call (`intercept.p
 graph cannot express raises `UnrecordableError`, which says what has to stay whole; the caller records again.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
-from pdp_fx.tracing.shapes import check_step, structure_of
+from pdp_fx.tracing.shapes import Facts, check_step, structure_of
 from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
@@ -99,6 +100,8 @@ class Recorder:
         result, changed = self._run_and_compare(function, args, kwargs, step, operands)
         if functions.is_in_place(name) and operands and not changed:
             changed = (operands[0],)
+        if functions.keeps_size(name) and changed:
+            step.ragged = self.origins.is_ragged(changed)
         if not has_tensors(result) and not changed:
             return self._number(name, result, step)
         if step.ragged and isinstance(result, tuple | list) and name == "unbind":
@@ -192,14 +195,29 @@ class Recorder:
             self.watch.allow_drawn()
         if self.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
             raise UnrecordableError(f"gets a number from {step.called} that depends on numbers in a tensor")
+        sizes = self._sizes_given(step, result, operands)
         result = self._commit(step, result, changed)
         if step.reason and step.reason != DIFFERS_BY_MODE:
-            self._check_structure(step, result)
+            self._check_structure(step, result, sizes)
         return result
 
-    def _check_structure(self, step: Step, result: Any) -> None:
+    def _sizes_given(self, step: Step, result: Any, operands: list[torch.Tensor]) -> Facts:
+        """That a tensor has the size of one that was given, where nothing but the numbers in it says so.
+
+        Then the size depends on them no longer.
+        """
+        if not step.ragged or not isinstance(result, torch.Tensor) or self.watch.makes_ragged(result):
+            return []
+        for operand in operands:
+            value = self.origins.value(operand)
+            if operand.shape == result.shape and not is_ragged(value):
+                step.ragged = False
+                return [(Expr(operator.eq, (Expr("size", (step,)), Expr("size", (value,)))), True)]
+        return []
+
+    def _check_structure(self, step: Step, result: Any, sizes: Facts) -> None:
         """Let the graph fail if something opaque returns another structure, such as no tensor at all."""
-        facts = structure_of(step, result)
+        facts = structure_of(step, result) + sizes
         if facts:
             message = f"{step.called} returned something else than when it was traced"
             self.steps.append(check_step(facts, message, step.scope, step.source))

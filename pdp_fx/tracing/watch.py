@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.tracing.preserve import generator_states
 from pdp_fx.tracing.steps import UnrecordableError
@@ -46,6 +47,7 @@ class Watch(TorchDispatchMode):
         self.read_numbers = False
         self.read_weights = False
         self.touched: set[int] = set()
+        self._ragged = WeakTensorKeyDictionary()
         self._generators = generator_states()
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
         # The weak references see to it that the identity of memory that was freed is not given out again.
@@ -66,6 +68,13 @@ class Watch(TorchDispatchMode):
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor belongs to the model or was allocated in this run."""
         return storage_of(tensor) in self._ours
+
+    def makes_ragged(self, tensor: torch.Tensor) -> bool:
+        """Whether the size of a tensor may follow, by operations, from one that depends on numbers.
+
+        What such a tensor is written into keeps its size.
+        """
+        return tensor in self._ragged
 
     def has_drawn_outside(self) -> bool:
         """Whether traced code drew random numbers from Python's or numpy's generator."""
@@ -96,7 +105,7 @@ class Watch(TorchDispatchMode):
 
     def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result: Any = func(*args, **kwargs)
-        self.ragged = self.ragged or _is_ragged(func, args)
+        self._follow_ragged(func, args, kwargs, result)
         self.read_numbers = self.read_numbers or func is torch.ops.aten._local_scalar_dense.default
         if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
             self.random = True
@@ -107,6 +116,19 @@ class Watch(TorchDispatchMode):
             if storage_of(tensor) not in mine:
                 self.own(tensor)
         return result
+
+    def _follow_ragged(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        here = _is_ragged(func, args)
+        self.ragged = self.ragged or here
+        if not self.ragged:
+            return
+        read = list(flat_tensors((args, kwargs)))
+        if here or any(tensor in self._ragged for tensor in read):
+            for tensor in flat_tensors(result):
+                if all(tensor is not other for other in read):
+                    self._ragged[tensor] = True
 
 
 def _is_ragged(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:

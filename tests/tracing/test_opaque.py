@@ -63,6 +63,38 @@ class Pick(nn.Module):
         return mean + x
 
 
+class Experts(nn.Module):
+    """Sends each row through the layers that its first numbers choose, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            (rows,) = torch.where(x[:, i] > 0)
+            if len(rows):
+                out.index_add_(0, rows, expert(x[rows]))
+        return out
+
+
+class Dropping(Experts):
+    """Drops what no expert has taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        kept = (out != 0).any(1).nonzero()
+        return out[: len(kept)]
+
+
+class Doubled(nn.Module):
+    """Asks for sizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], 2, -1).flatten(1) * 2
+
+
 class Cubed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -148,6 +180,18 @@ def test_something_opaque_that_returns_another_structure_fails() -> None:
     nn.init.eye_(model.linear.weight)
     nn.init.zeros_(model.linear.bias)
     gm = exact(model, torch.ones(2, 4))
+    with pytest.raises(AssertionError, match="returned something else than when it was traced"):
+        gm(-torch.ones(2, 4))
+
+
+def test_what_data_are_written_into_keeps_a_size_that_can_be_asked_for() -> None:
+    gm = exact(nn.Sequential(Around(Experts()), Doubled()), torch.randn(5, 4), torch.randn(3, 4))
+    assert list(opaque(gm)) == ["0.inner"]
+
+
+def test_a_size_that_was_the_same_by_chance_is_checked() -> None:
+    gm = trace(nn.Sequential(Dropping(), Doubled()), torch.ones(2, 4)).eval()
+    assert list(opaque(gm)) == ["0"]
     with pytest.raises(AssertionError, match="returned something else than when it was traced"):
         gm(-torch.ones(2, 4))
 
