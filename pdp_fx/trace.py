@@ -93,7 +93,7 @@ def _for_two(
     """
     two = example.twice()
     wanted = None if two is None else _given_by(model, two)
-    if two is None or wanted is None or _gives(gm, model, two, wanted):
+    if two is None or wanted is None or not _problem(gm, model, two, wanted, None):
         return gm
     try:
         other = _traced(model, two, None)
@@ -109,18 +109,13 @@ def _for_two(
     return gm
 
 
-def _given_by(model: nn.Module, example: ExampleCall) -> Outcome | None:
-    """What a model gives in eval mode; None if it does not take the example."""
+def _given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | None:
+    """What a model gives in both modes; None if it does not take the example."""
     try:
-        return run(model, example, training=False)
+        return {training: run(model, example, training) for training in _MODES}
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         _log.info("takes no second example: %s", err)
         return None
-
-
-def _gives(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Outcome) -> bool:
-    """Whether a graph gives an outcome in eval mode."""
-    return not _problem(gm, model, example, {False: wanted}, None)
 
 
 def _refuse_sparse(model: nn.Module, example: ExampleCall) -> None:
