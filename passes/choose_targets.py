@@ -86,7 +86,9 @@ def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> list[tuple[str, str]]:
         module = gm.get_submodule(target)
         missed = [p for p in module.parameters() if p.ndim > 1 and names[id(p)] not in sites]
         if missed and kind_of(module) is None and ctx.spec.rule_for(target, module) is not None:
-            found[target] = f"{type(module).__name__} uses its weights inside itself, out of reach of a mask"
+            how = f": it {node.meta['opaque']}" if node.meta.get("opaque") else ""
+            kind = type(module).__name__
+            found[target] = f"{kind} uses its weights inside itself, out of reach of a mask{how}"
     return list(found.items())
 
 

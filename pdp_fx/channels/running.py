@@ -72,19 +72,23 @@ class _FlowInterpreter(fx.Interpreter):
         stored = [*inside.parameters(), *inside.buffers()] if isinstance(inside, nn.Module) else []
         with no_dispatch():
             result = super().run_node(node)
-        self.flow.freeze_all([*read, *stored], *_why_unseen(inside, node.name))
+        self.flow.freeze_all([*read, *stored], *_why_unseen(inside, node))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
                 self.flow.put(leaf, ())
         return result
 
 
-def _why_unseen(inside: object, name: str) -> tuple[str, str]:
+def _why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
     """Why channels are not followed through something, and what would change it."""
-    kind = name if inside is None else type(inside).__name__
+    kind, how = node.name if inside is None else type(inside).__name__, node.meta.get("opaque")
     if isinstance(inside, torch.jit.ScriptModule):
         return f"{kind} is compiled by TorchScript", "script the converted model instead"
-    return f"{kind} decides by its data what it does", "choose with tensor operations such as torch.where"
+    said = f": it {how}" if how and how != DIFFERS_BY_MODE else ""
+    return (
+        f"{kind} decides by its data what it does{said}",
+        "choose with tensor operations such as torch.where",
+    )
 
 
 def _changeable(value: Any) -> Any:

@@ -85,5 +85,7 @@ REGIONS = (
     Construct(RegionsAligned, images(), removed=4),
     Construct(RegionsPooled, images(), removed=4),
     Construct(RegionsOfTwoScales, images(), removed=4, batches=False),
-    Construct(ChosenByFunction, images(), removed=3, reason="_brightest decides by its data what it does"),
+    Construct(
+        ChosenByFunction, images(), removed=3, reason="_brightest decides by its data what it does: it"
+    ),
 )

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,27 @@ def test_weights_that_a_module_keeps_to_itself_are_said() -> None:
     )
     _, ctx = prepare_until(Quadratic(), at_once(Unstructured(0.5), {"form": None}), tokens, "choose-targets")
     assert ctx.get(Plan).skipped == ()
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.form = nn.Bilinear(6, 6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(x, x) if x.sum() > 0 else x
+
+
+def test_weights_inside_a_module_that_decides_are_said_with_the_line_that_does() -> None:
+    model = nn.Sequential(Skips(), nn.Linear(6, 2))
+    _, ctx = prepare_until(model, at_once(Unstructured(0.5)), torch.randn(2, 6), "choose-targets")
+    ((name, why),) = ctx.get(Plan).skipped
+    assert name == "0"
+    assert re.fullmatch(
+        r"Skips uses its weights inside itself, out of reach of a mask: "
+        r"it branches on the numbers in a tensor \(test_choose_targets.py:\d+\)",
+        why,
+    )
 
 
 def test_nothing_to_prune_lists_every_reason() -> None:
