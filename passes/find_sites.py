@@ -70,7 +70,8 @@ def _sites(gm: fx.GraphModule) -> Sites:
             uses.setdefault(parameter, []).append(use)
     stand_ins = computed.stand_ins()
     whole = {name: by for by in stand_ins if by.needed for name in by.sources}
-    weights = tuple(_site(name, found, whole.get(name)) for name, found in uses.items())
+    hidden = _hidden(gm, names)
+    weights = tuple(_site(name, found, whole.get(name), hidden.get(name)) for name, found in uses.items())
     parameters = frozenset(name for name, _ in gm.named_parameters())
     return Sites(weights, parameters - _out_of_reach(gm, names), stand_ins)
 
@@ -91,11 +92,16 @@ class _Use:
     standing: str = ""
 
 
-def _site(parameter: str, uses: list[_Use], whole: StandIn | None) -> Site:
+def _site(parameter: str, uses: list[_Use], whole: StandIn | None, hidden: str | None) -> Site:
     """What holds for one use holds for the weight; a product of parameters may be a weight itself.
 
-    ``whole`` is the computed weight that is pruned in the place of the parameters behind it.
+    ``whole`` is the computed weight that is pruned in the place of the parameters behind it; ``hidden`` is a
+    module that uses the weight where no mask can be put, so that it stays.
     """
+    if hidden is not None:
+        why = f"{hidden} uses it inside itself, too, out of reach of a mask"
+        uses = [replace(use, unfit=why) for use in uses]
+        whole = None
     uses = [use for use in uses if not use.inner] or uses
     nodes = tuple(dict.fromkeys(use.node for use in uses))
     if whole is not None and parameter == whole.parameter:
@@ -121,6 +127,21 @@ def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> li
             if known is not None:
                 use = _Use(node.name, "", "" if input_axis(layer) == 1 else _turned(layer))
                 found.append((known, use))
+    return found
+
+
+def _hidden(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
+    """Parameters that modules kept whole use other than as weights of known layers, with the modules."""
+    found: dict[str, str] = {}
+    for node in gm.graph.find_nodes(op="call_module"):
+        target = str(node.target)
+        module = gm.get_submodule(target)
+        for layer in () if kind_of(module) is not None else module.modules():
+            kind = kind_of(layer)
+            known = kind.weights_of(layer) if kind is not None else ()
+            for name, tensor in layer.named_parameters(recurse=False):
+                if name not in known:
+                    found.setdefault(names[id(tensor)], target)
     return found
 
 

@@ -114,6 +114,26 @@ def test_weights_inside_a_module_that_decides_are_said_with_the_line_that_does()
     )
 
 
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fc = nn.Embedding(10, 6), nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.fc(self.table(tokens)) if tokens.sum() > 0 else self.table(tokens)
+
+
+def test_a_weight_shared_with_a_table_inside_a_module_that_decides_stays() -> None:
+    reads, last = Reads(), nn.Linear(6, 10)
+    last.weight = reads.table.weight
+    model = nn.Sequential(reads, last)
+    tokens = torch.randint(1, 10, (2, 4))
+    _, ctx = prepare_until(model, at_once(Unstructured(0.5)), tokens, "choose-targets")
+    assert weights(ctx.get(Plan)) == {"0.fc.weight": Unstructured(0.5)}
+    ((_, why),) = ctx.get(Plan).skipped
+    assert why == "0 uses it inside itself, too, out of reach of a mask"
+
+
 def test_nothing_to_prune_lists_every_reason() -> None:
     with pytest.raises(SpecError) as error:
         plan("small", NM(2, 8))
