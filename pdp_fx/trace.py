@@ -69,11 +69,14 @@ def trace(
         torch.enable_grad(),
         replaced(functional, "_verify_batch_size", _accept),
     ):
-        return _for_two(_traced(model, example, watch), model, example, watch)
+        findings = Findings()
+        gm = _traced(model, example, findings, watch)
+        return _for_two(gm, model, example, watch) if findings.compared else gm
 
 
-def _traced(model: nn.Module, example: ExampleCall, watch: Runner | None) -> fx.GraphModule:
-    findings = Findings()
+def _traced(
+    model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
+) -> fx.GraphModule:
     try:
         return _trace_by_recording(model, example, findings, watch)
     except Exception:
@@ -88,15 +91,15 @@ def _for_two(
 ) -> fx.GraphModule:
     """The graph, or one that holds for two examples, too, if that one does not although the model does.
 
-    In a batch of one an axis may have the size of another by chance, and the model may go another way
-    because of it.
+    In a batch of one an axis may have the size of another by chance, and a model that compares them may go
+    another way because of it.
     """
     two = example.twice()
     wanted = None if two is None else _given_by(model, two)
     if two is None or wanted is None or not _problem(gm, model, two, wanted, None):
         return gm
     try:
-        other = _traced(model, two, None)
+        other = _traced(model, two, Findings(), None)
         modes = {training: _reference(model, example, training) for training in _MODES}
         problem = _problem(other, model, example, modes, None)
         if not problem:

@@ -24,10 +24,13 @@ class Session:
 
     Attributes:
         open: whether it is still running; once it is over, its numbers act like plain ones.
+        compared: whether users' code compared live numbers with each other or with 1. With a batch of one the
+            answer may be what it is by chance.
         cast_in: by identity, the globals of users' code that called `int` on a live number.
     """
 
     open: bool = True
+    compared: bool = False
     cast_in: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
 
@@ -123,6 +126,18 @@ def _unary(call: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _comparison(call: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    def compare(self: Any, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        by_chance = isinstance(other, Live) or 1 in (plain(self), other)
+        if by_chance and self.session.open and is_users(sys._getframe(1).f_code.co_filename):
+            self.session.compared = True
+        return call(plain(self), plain(other))
+
+    return compare
+
+
 def _cast(self: Any) -> int:
     caller = sys._getframe(1)
     if self.session.open and is_users(caller.f_code.co_filename):
@@ -143,6 +158,9 @@ def _equip(kind: Any) -> None:
         setattr(kind, f"__{name}__", _unary(getattr(operator, name)))
     for call in (math.floor, math.ceil, math.trunc, round):
         setattr(kind, f"__{call.__name__}__", _unary(call))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(kind, f"__{name}__", _comparison(getattr(operator, name)))
+    kind.__hash__ = kind.__mro__[1].__hash__
     kind.__divmod__ = _divmod
     kind.__int__ = _cast
 
