@@ -43,7 +43,8 @@ class _NMSoftMask(torch.autograd.Function):
         ctx.save_for_backward(weight, kappa, *([tau] if isinstance(tau, Tensor) else []))
         if torch.compiler.is_compiling():
             planes = _planes(weight, m).to(compute_dtype(weight.dtype))
-            return _weight_of(_mask_formula(planes, kappa, tau) * planes, weight)
+            # Where torch.compile of torch 2.11 sees something written in place here, the gradient becomes 0.
+            return _weight_of(_mask_formula(planes, kappa, tau) * planes, weight).clone()
         result = torch.empty_like(weight)
         for rows in _blocks(weight):
             planes = _copied_planes(weight[rows], m)

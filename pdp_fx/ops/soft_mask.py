@@ -68,12 +68,17 @@ class _SoftMask(torch.autograd.Function):
         if _in_one_pass(weight, threshold):
             return gpu.masked(weight, cast(Tensor, threshold), tau)
         wide = weight.to(compute_dtype(weight.dtype))
-        return (_mask(wide, threshold, tau) * wide).to(weight.dtype)
+        masked = _mask(wide, threshold, tau) * wide
+        # Where torch.compile of torch 2.11 sees a cast to the same dtype here, the gradient becomes 0.
+        return masked if masked.dtype == weight.dtype else masked.to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight, *tensors = ctx.saved_tensors
-        threshold, tau = (tensors.pop(0) if value is None else value for value in ctx.numbers)
+        # Written for torch.compile of torch 2.11, which takes the saved tensors for a tuple.
+        saved, (threshold, tau) = ctx.saved_tensors, ctx.numbers
+        weight = saved[0]
+        threshold = saved[1] if threshold is None else threshold
+        tau = saved[-1] if tau is None else tau
         if not torch.is_grad_enabled() and _in_one_pass(weight, threshold):
             return gpu.gradient(weight, threshold, tau, grad), None, None
         return _gradient(weight, threshold, tau, grad), None, None
