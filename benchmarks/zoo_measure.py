@@ -28,7 +28,7 @@ from benchmarks.zoo_peer import measure_peer
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.errors import PassError, PdpError, VerifyError
 from pdp_fx.passes.verify_equivalence import rounding_effect
-from pdp_fx.proving import AMPLIFIED, MOST_AMPLIFIED
+from pdp_fx.proving import allowed_for
 from pdp_fx.pruner import find
 from pdp_fx.trace import trace
 from pdp_fx.tracing.inputs import example_call
@@ -164,8 +164,7 @@ def _decide_in_double(prepared: fx.GraphModule, batches: tuple[Arguments, Argume
     if worst > TOLERANCE[torch.float64]:
         calls = [example_call(batch) for batch in doubles]
         found["rounding"] = max(rounding_effect(exact, (one.args, dict(one.kwargs))) for one in calls)
-        within = worst <= min(AMPLIFIED * found["rounding"], MOST_AMPLIFIED)
-        found["status"] = "exact" if within else "wrong"
+        found["status"] = "exact" if worst <= allowed_for(found["rounding"]) else "wrong"
     report(found)
 
 

@@ -17,11 +17,9 @@ from pdp_fx.example_inputs import Inputs, fresh, trial
 from pdp_fx.tracing.preserve import torch_generators
 from pdp_fx.tracing.structure import flat_tensors, tensors
 
-aten = torch.ops.aten
-
 logger = logging.getLogger(__name__)
 
-
+aten = torch.ops.aten
 _PRODUCTS = frozenset(
     (aten.convolution, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot)
 )

@@ -53,10 +53,16 @@ def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphMod
     except VerifyError:
         pruner = gm.get_submodule(CHILD)
         inputs = matching(cast(Pruner, pruner).example_inputs, gm)
-        allowed = AMPLIFIED * rounding_effect(gm, inputs)
-        if not TOLERANCE[torch.float64] < allowed < MOST_AMPLIFIED:
+        allowed = allowed_for(rounding_effect(gm, inputs))
+        if allowed == TOLERANCE[torch.float64]:
             raise
     return _converted(_copy(gm), allowed, on_pass)
+
+
+def allowed_for(rounding: float) -> float:
+    """The difference in float64 allowed to a model that makes this much of one rounding of its products."""
+    allowed = AMPLIFIED * rounding
+    return allowed if TOLERANCE[torch.float64] < allowed < MOST_AMPLIFIED else TOLERANCE[torch.float64]
 
 
 def _proved_tolerance(gm: fx.GraphModule) -> float:

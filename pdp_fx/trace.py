@@ -108,7 +108,7 @@ def _for_two(
             return other
     except TraceError as err:
         problem = str(err)
-    _log.info("the graph holds for one example only; traced on two: %s", problem)
+    _log.warning("the graph may hold for a batch of one only; traced on two examples: %s", problem)
     return gm
 
 
