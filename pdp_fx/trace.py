@@ -71,7 +71,9 @@ def trace(
     ):
         findings = Findings()
         gm = _traced(model, example, findings, watch)
-        return _for_two(gm, model, example, watch) if findings.compared else gm
+        if findings.sized:
+            gm = _for_other_batches(gm, model, example, findings, watch)
+        return gm
 
 
 def _traced(
@@ -83,33 +85,53 @@ def _traced(
         if not findings.casts:
             raise
         # Code may ask whether a type is int itself.
-        return _trace_by_recording(model, example, Findings(casts=None), watch)
+        return _trace_by_recording(model, example, Findings(casts=None, batch=findings.batch), watch)
 
 
-def _for_two(
-    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, watch: Runner | None
+def _for_other_batches(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
 ) -> fx.GraphModule:
-    """The graph, or one that holds for two examples, too, if that one does not although the model does.
+    """The graph, if it holds for another batch size, or one that does, or one that is held to the example's.
 
-    In a batch of one an axis may have the size of another by chance, and a model that compares them may go
-    another way because of it.
+    A size may have gone through code that makes a plain number of it. And in a batch of one an axis may have
+    the size of another by chance, and a model that compares them may go another way because of it.
     """
-    two = example.twice()
-    wanted = None if two is None else _given_by(model, two)
-    if two is None or wanted is None or not _problem(gm, model, two, wanted, None):
+    if not findings.compared and _acts_alike(gm, model, example, findings):
+        return gm
+    given = ((other, _given_by(model, other)) for other in example.others())
+    taken = next(((other, wanted) for other, wanted in given if wanted is not None), None)
+    if taken is None:
+        return gm
+    other, wanted = taken
+    problem = _problem(gm, model, other, wanted, None)
+    if not problem:
         return gm
     try:
-        other = _traced(model, two, Findings(), None)
+        general = _traced(model, other, Findings(), None)
         modes = {training: _reference(model, example, training) for training in _MODES}
-        problem = _problem(other, model, example, modes, None)
-        if not problem:
+        if not _problem(general, model, example, modes, None):
             if watch is not None:
-                _gives_when_watched(other, model, example, modes[False], watch)
-            return other
+                _gives_when_watched(general, model, example, modes[False], watch)
+            return general
     except TraceError as err:
-        problem = str(err)
-    _log.warning("the graph may hold for a batch of one only; traced on two examples: %s", problem)
-    return gm
+        _log.info("not traced on another batch: %s", err)
+    _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
+    return _traced(model, example, Findings(batch=example.batch), watch)
+
+
+def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
+    """Whether the graph gives in eval mode, with another batch size, the same for the first examples."""
+    recording, other = findings.recording(False), next(example.others(), None)
+    if other is None:
+        return True
+    if recording is None or recording.outcome is None:
+        return False
+    try:
+        got = run(gm, other, False, None, model)
+    except Exception as err:  # noqa: BLE001 the example is ours, not the user's
+        _log.info("the graph takes no other batch: %s", err)
+        return False
+    return recording.outcome.is_begun_by(got, example.batch, other.batch)
 
 
 def _given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | None:
@@ -117,7 +139,7 @@ def _given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | N
     try:
         return {training: run(model, example, training) for training in _MODES}
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
-        _log.info("takes no second example: %s", err)
+        _log.info("the model takes no other batch: %s", err)
         return None
 
 

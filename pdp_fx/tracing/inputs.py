@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from pdp_fx.errors import TraceError
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, check_step, length_of, structure_of
 from pdp_fx.tracing.steps import Expr, Step, Value
-from pdp_fx.tracing.structure import fresh_copy, has_tensors, tensors
+from pdp_fx.tracing.structure import children, fresh_copy, has_tensors, tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 _PLAIN = (str, int, float, bool, type(None))
@@ -31,21 +31,40 @@ class ExampleCall:
         """The same arguments with tensors of their own."""
         return ExampleCall(fresh_copy(self.args), {key: fresh_copy(arg) for key, arg in self.kwargs.items()})
 
-    def twice(self) -> "ExampleCall | None":
-        """The same example twice in a batch; None if this is no batch of one."""
+    @property
+    def batch(self) -> int:
+        """How long the first axis of the first tensor is; 0 if there is none."""
         first = next(tensors((self.args, self.kwargs)), None)
-        if first is None or not _is_single(first):
-            return None
-        args, kwargs = tree_map(_doubled, (self.args, dict(self.kwargs)))
+        return first.shape[0] if first is not None and first.ndim else 0
+
+    def others(self) -> "Iterator[ExampleCall]":
+        """Calls with another batch size that begin with the same example, the likeliest first.
+
+        Two examples are enough, unless that is what this call has. Where it has one, the second is the first
+        read backwards: were it the same, a graph that mixes the two could not be told from one that does not.
+        A model may not take that; then the second is the same.
+        """
+        if self.batch == 1:
+            yield self._changed(lambda rows: torch.cat([rows, rows.flip(-1) if rows.ndim > 1 else rows]))
+            yield self._changed(lambda rows: torch.cat([rows, rows]))
+        elif self.batch == 2:
+            yield self._changed(lambda rows: torch.cat([rows, rows[:1]]))
+        elif self.batch:
+            yield self._changed(lambda rows: rows[:2].clone())
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ExampleCall":
+        def changed(leaf: Any) -> Any:
+            if not is_batch(leaf, self.batch):
+                return leaf
+            return change(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+        args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
         return ExampleCall(args, kwargs)
 
 
-def _is_single(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == 1
-
-
-def _doubled(leaf: Any) -> Any:
-    return torch.cat([leaf.detach()] * 2).requires_grad_(leaf.requires_grad) if _is_single(leaf) else leaf
+def is_batch(leaf: Any, size: int) -> bool:
+    """Whether something is a tensor with a first axis of this size."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
 
 
 def example_call(example_inputs: object) -> ExampleCall:
@@ -98,6 +117,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     fixed: Facts = []
+    batches: Facts = []
     optional = False
     for argument in _arguments(model, call):
         is_fixed = not has_tensors(argument.value)
@@ -111,12 +131,19 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             fixed.append((step, value))
         else:
             fixed += _lengths(step, value, bool(default))
+            batches += [] if default else _batches(step, value, recorder.findings.batch)
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
             args.append(value)
     if fixed:
         _check(recorder, fixed)
+    if batches:
+        message = (
+            f"this graph holds for a batch of {recorder.findings.batch} only: another makes the model do "
+            "something else; trace with example_inputs of the size you need"
+        )
+        recorder.steps.append(check_step(batches, message, recorder.scope, ""))
     return ExampleCall(tuple(args), kwargs)
 
 
@@ -135,6 +162,16 @@ def _lengths(step: Step, example: Any, optional: bool) -> Facts:
     if optional:
         return [length_of(step, example, missing=len(example))]
     return [fact for fact in structure_of(step, example) if _is_length(fact[0])]
+
+
+def _batches(value: Value, example: Any, size: int | None) -> Facts:
+    """How long the first axes are that have the size of the batch."""
+    if size is None:
+        return []
+    if isinstance(example, list | tuple | Mapping):
+        parts = [(Expr(operator.getitem, (value, key)), part) for _, key, part in children(example)]
+        return [fact for inner, part in parts for fact in _batches(inner, part, size)]
+    return [(Expr("size", (value, 0)), size)] if is_batch(example, size) else []
 
 
 def _is_length(value: Value) -> bool:

@@ -35,6 +35,24 @@ class Outcome:
             return False
         return all(_near(mine, theirs) for mine, theirs in zip(self.results, other.results, strict=True))
 
+    def is_begun_by(self, other: "Outcome", size: int, other_size: int) -> bool:
+        """Whether a run on another batch gives the same for the examples that both batches begin with.
+
+        Args:
+            other: what that run gave.
+            size: how many examples this run had.
+            other_size: how many that one had.
+        """
+        if self.kind is not other.kind or len(self.results) != len(other.results):
+            return False
+        for mine, theirs in zip(self.results, other.results, strict=True):
+            if not mine.ndim or not theirs.ndim or len(mine) * other_size != len(theirs) * size:
+                return False
+            rows = min(len(mine), len(theirs))
+            if not _near(mine[:rows], theirs[:rows]):
+                return False
+        return True
+
     def difference(self, other: "Outcome") -> str:
         """How another run differs from this one, as the end of a sentence; empty if it does not."""
         if self.kind is not other.kind:

@@ -2,6 +2,8 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -71,6 +73,37 @@ def test_a_batch_of_one_is_not_taken_for_another_axis_of_one() -> None:
 
 def test_a_model_for_one_example_is_traced_on_one() -> None:
     exact(One(), torch.randn(1, 4))
+
+
+class ByNumpy(nn.Module):
+    """Takes the batch size through code that makes a plain number of it."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = x.view(self.rows(x.shape), -1, 4)
+        y = self.attention(y, y, y, need_weights=False)[0]
+        return y.view(x.shape) if scale is None else y.view(x.shape) * scale[..., None]
+
+
+@pytest.mark.parametrize("rows", [lambda s: int(np.prod(np.array(s[:1]))), lambda s: s[:1].numel()])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_batch_size_that_becomes_a_plain_number_is_checked(rows: Any, size: int) -> None:
+    x = torch.randn(size, 5, 4)
+    gm = exact(ByNumpy(rows), (x, torch.ones(size, 5)))
+    with pytest.raises(AssertionError, match=rf"holds for a batch of {size} only"):
+        gm(torch.randn(3, 5, 4), torch.ones(3, 5))
+
+
+def test_the_number_of_rows_that_numpy_reads_from_another_axis_is_no_batch_size() -> None:
+    class Narrow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(-1, int(np.prod(x.shape[1:])))
+
+    exact(Narrow(), torch.randn(1, 5, 4), torch.randn(3, 5, 4))
 
 
 def test_a_size_is_written_once_for_each_tensor_and_axis() -> None:
