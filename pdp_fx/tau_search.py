@@ -14,13 +14,14 @@ def find_tau(
     """Return the tau of the best score among a few trials, by a golden-section search over its logarithm.
 
     Args:
-        score: trains with a tau, usually for short, and returns what it reached; more is better.
+        score: trains with a tau, usually for short, and returns what it reached; more is better, and NaN,
+            as of a training that has diverged, is worse than any number.
         low: the least tau that is thought of, above 0.
         high: the greatest one.
         trials: how often `score` is called, 2 or more; seven leave 6 % of the range, on its log scale.
 
     Raises:
-        SpecError: the range or the number of trials is impossible.
+        SpecError: the range or the number of trials is impossible, or no trial has a score.
 
     Example:
         >>> f"{find_tau(lambda tau: -abs(math.log10(tau) + 4), trials=12):.0e}"
@@ -32,16 +33,24 @@ def find_tau(
         )
     left, right = math.log(low), math.log(high)
     inner = [right - GOLDEN * (right - left), left + GOLDEN * (right - left)]
-    scores = [score(math.exp(point)) for point in inner]
+    scores = [_ranked(score, point) for point in inner]
     tried = dict(zip(inner, scores, strict=True))
     for _ in range(trials - 2):
         if scores[0] >= scores[1]:
             right = inner[1]
             inner = [right - GOLDEN * (right - left), inner[0]]
-            scores = [score(math.exp(inner[0])), scores[0]]
+            scores = [_ranked(score, inner[0]), scores[0]]
         else:
             left = inner[0]
             inner = [inner[1], left + GOLDEN * (right - left)]
-            scores = [scores[1], score(math.exp(inner[1]))]
+            scores = [scores[1], _ranked(score, inner[1])]
         tried |= zip(inner, scores, strict=True)
+    if max(tried.values()) == -math.inf:
+        raise SpecError("find_tau: no training reached a score; every one was NaN or -inf")
     return math.exp(max(tried, key=lambda point: tried[point]))
+
+
+def _ranked(score: Callable[[float], float], point: float) -> float:
+    """The score at exp(point), where NaN, which compares with nothing, is the lowest of all."""
+    found = score(math.exp(point))
+    return -math.inf if math.isnan(found) else found

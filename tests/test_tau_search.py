@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -23,6 +24,18 @@ def test_every_trial_is_used_and_the_best_of_them_returned(trials: int) -> None:
     found = find_tau(score, trials=trials)
     assert len(tried) == trials
     assert found == pytest.approx(max(tried, key=lambda tau: tried[tau]))
+
+
+@pytest.mark.parametrize("diverging", [lambda tau: tau < 1e-4, lambda tau: tau > 1e-4])
+def test_a_training_that_diverged_is_never_the_best(diverging: Callable[[float], bool]) -> None:
+    found = find_tau(lambda tau: math.nan if diverging(tau) else -abs(math.log10(tau) + 4), trials=12)
+    assert not diverging(found)
+    assert math.log10(found) == pytest.approx(-4, abs=0.1)
+
+
+def test_trainings_that_all_diverged_have_no_best() -> None:
+    with pytest.raises(SpecError, match="no training reached a score"):
+        find_tau(lambda tau: math.nan)
 
 
 @pytest.mark.parametrize(("low", "high", "trials"), [(0, 1, 5), (1, 1, 5), (2, 1, 5), (1e-5, 1e-3, 1)])
