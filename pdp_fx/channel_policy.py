@@ -73,10 +73,11 @@ class ChannelPolicy(MaskPolicy):
     def ranked(self, scores: Tensor) -> Tensor:
         """The scores by which channels are ranked: the best channel of each part comes last."""
         scores = scores.detach()
+        first = 2 * scores.amax().reshape(1)
         for index in range(len(self.parts)):
             part = self.get_buffer(f"part_{index}")
             best = part.index_select(0, scores.index_select(0, part).argmax().reshape(1))
-            scores = scores.index_copy(0, best, 2 * scores.amax().reshape(1))
+            scores = scores.index_copy(0, best, first)
         return scores
 
     def _gathered(self, rows: Tensor, places: Tensor) -> Tensor:

@@ -124,13 +124,24 @@ class ChannelMask(Tempered, ChannelPolicy):
 
     def soft(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights)
-        t = threshold(self.ranked(scores), self.count)
-        mask = torch.sigmoid((scores.square() - t * t.abs()) / self.temperature(scores))
+        t, lifted = self._threshold(scores)
+        mask = torch.sigmoid((lifted.square() - t * t.abs()) / self.temperature(scores))
         return self.kept(scores) + (mask - mask.detach()) if self.tau.hard else mask
 
     def soft_values(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights).detach()
-        return soft_mask_value(scores, threshold(self.ranked(scores), self.count), self.temperature(scores))
+        t, lifted = self._threshold(scores)
+        return soft_mask_value(lifted, t, self.temperature(scores))
+
+    def _threshold(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The threshold and the scores to compare with it.
+
+        A channel below it that stays, as the best of its part, is seen as the hard mask ranks it: else it
+        would be trained at 0 and shipped at 1.
+        """
+        ranked = self.ranked(scores)
+        t = threshold(ranked, self.count)
+        return t, torch.where((scores < t) & (ranked > t), ranked, scores) if self.parts else scores
 
 
 class MaskLayout(nn.Module):

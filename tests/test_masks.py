@@ -11,6 +11,7 @@ from pdp_fx.ops.nm import group_view
 from pdp_fx.ops.soft_mask import soft_mask
 from pdp_fx.ops.threshold import threshold
 from pdp_fx.policy import MILLION, UNSET, MaskPolicy, MaskSite, Producer
+from pdp_fx.softness import Softness
 
 TAU = 1e-3
 AnyMask = TypeVar("AnyMask", bound=MaskPolicy)
@@ -35,10 +36,15 @@ def nm_mask() -> NMMask:
     return NMMask(MaskSite(("w",), NM(2, 4), TAU))
 
 
-def channel_mask(*producers: Producer, parts: tuple[tuple[int, ...], ...] = ()) -> ChannelMask:
+def channel_mask(
+    *producers: Producer,
+    parts: tuple[tuple[int, ...], ...] = (),
+    width: int = 6,
+    tau: Softness | float = TAU,
+) -> ChannelMask:
     axes = producers or (Producer(0, None),)
     names = tuple("ab"[: len(axes)])
-    return ChannelMask(MaskSite(names, Channels(0.5), TAU, producers=axes, width=6, parts=parts))
+    return ChannelMask(MaskSite(names, Channels(0.5), tau, producers=axes, width=width, parts=parts))
 
 
 MASKS = {"weight": weight_mask, "n:m": nm_mask, "channels": channel_mask}
@@ -180,6 +186,24 @@ def test_the_best_channel_of_each_part_stays() -> None:
     w = torch.arange(1.0, 7.0)[:, None].expand(6, 4).contiguous()
     mask = channel_mask(parts=((0, 1), (2, 3), (4, 5)))
     assert at(mask, 3).pruned(w).tolist() == [True, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("tau", [TAU, Softness(0.1, relative=True)])
+def test_a_channel_that_stays_for_its_part_is_trained_as_it_is_shipped(tau: Softness | float) -> None:
+    w = torch.arange(1.0, 7.0)[:, None].expand(6, 4).contiguous()
+    mask = at(channel_mask(tau=tau, parts=((0, 1), (2, 3), (4, 5))), 3)
+    soft, hard = mask.train()(w), mask.eval()(w)
+    assert hard.tolist() == [0, 1, 0, 1, 0, 1]
+    assert soft[hard == 1].min() > 0.99
+    torch.testing.assert_close(mask.values(w), soft)
+
+
+def test_many_parts_do_not_overflow_the_scores_by_which_channels_are_ranked() -> None:
+    w = torch.ones(400, 1)
+    w[::2] = 0.5
+    mask = channel_mask(parts=tuple((place, place + 1) for place in range(0, 400, 2)), width=400)
+    assert at(mask, 200).train()(w).isfinite().all()
+    assert mask(w)[1::2].min() > 0.5
 
 
 def test_a_layout_puts_masks_side_by_side_and_ones_elsewhere() -> None:
