@@ -143,8 +143,8 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     gm, pruner = _prepared(model, "convert")
     _refuse_more_than_wrapped(model, gm)
     refuse_sharded(gm)
-    _refuse_unpruned(gm, pruner)
     pruner.check_unaveraged()
+    _refuse_unpruned(gm, pruner)
     broken = _broken_weight(gm)
     if broken:
         raise StateError(
@@ -244,7 +244,8 @@ def _refuse_unpruned(gm: fx.GraphModule, pruner: Pruner) -> None:
     counter, schedule = int(pruner.counter), pruner.spec.schedule
     if counter == 0:
         raise StateError(
-            "nothing is pruned: the schedule was never advanced; call pdp_fx.step(model) as you train"
+            "nothing is pruned: the schedule was never advanced; call pdp_fx.step(model) as you train, or "
+            "give an average the state of its model, average.pdp.load_state_dict(model.pdp.state_dict())"
         )
     raise StateError(
         f"nothing is pruned yet: step was called {counter} times, and the ramp runs from {schedule.start} to "

@@ -34,8 +34,7 @@ class Tempered(MaskPolicy):
 
     Attributes:
         tau: softness of the mask.
-        tau_bits: the number in tau as it is now, a float64 as an integer, where it changes; no checkpoint
-            holds it.
+        tau_bits: the number in tau as it is now, a float64 as an integer, where it changes.
     """
 
     tau_bits: Tensor
@@ -45,7 +44,7 @@ class Tempered(MaskPolicy):
         self.tau = site.tau if isinstance(site.tau, Softness) else Softness(site.tau)
         if self.tau.end is not None:
             bits = torch.tensor(self.tau.start, dtype=torch.float64).view(torch.int64)
-            self.register_buffer("tau_bits", bits, persistent=False)
+            self.register_buffer("tau_bits", bits)
 
     def advance(self, share: float) -> None:
         super().advance(share)

@@ -97,8 +97,8 @@ class MaskPolicy(nn.Module):
     Attributes:
         parameters_read: qualified names of the parameters that the mask is computed from.
         target: how many units are pruned in the end; -1 until the ratios are fixed.
-        count: how many units are pruned now; follows from the target and the schedule, so no checkpoint
-            holds it.
+        count: how many units are pruned now; follows from the target and the schedule, and is saved with
+            them all the same, for averages that copy what a state dict holds.
         planned: whether the package fixes the target by the allocation of the spec. A policy that says
             False decides by itself what goes, in `pruned`; `target` and `count` then mean nothing.
     """
@@ -112,7 +112,7 @@ class MaskPolicy(nn.Module):
         super().__init__()
         self.parameters_read = site.names
         self.register_buffer("target", torch.tensor(UNSET))
-        self.register_buffer("count", torch.tensor(0), persistent=False)
+        self.register_buffer("count", torch.tensor(0))
 
     @property
     def allocated(self) -> bool:

@@ -20,6 +20,9 @@ from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
 from pdp_fx.spec import Channels, PruneSpec, Rule
 
+FOLLOWING = re.compile(r"(^|\.)masks\.\w+\.(count|tau_bits)$")
+"""What follows from the rest of the state."""
+
 
 class Pruner(nn.Module):
     """What `prepare` adds to a model, besides the mask nodes.
@@ -184,5 +187,7 @@ def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
 
 
 def _advance_masks(module: nn.Module, incompatible: Any) -> None:
-    """Bring the counts, which no checkpoint holds, in line with what was loaded."""
+    """Bring the counts in line with the targets and the counter; a checkpoint may go without them."""
+    missing: list[str] = incompatible.missing_keys
+    missing[:] = [key for key in missing if not FOLLOWING.search(key)]
     cast(Pruner, module).advance_masks()

@@ -135,8 +135,11 @@ def test_state_is_registered_in_graph_order() -> None:
     assert [name for name in prepared.state_dict() if name.startswith("pdp")] == [
         "pdp.counter",
         "pdp.masks.fc_weight.target",
+        "pdp.masks.fc_weight.count",
         "pdp.masks.stem_0.target",
+        "pdp.masks.stem_0.count",
         "pdp.masks.expand_0.target",
+        "pdp.masks.expand_0.count",
     ]
 
 

@@ -127,6 +127,36 @@ def test_averaged_weights_follow_and_convert(rule: Rule) -> None:
     torch.testing.assert_close(small(images), average.eval()(images), rtol=1e-5, atol=1e-5)
 
 
+@every_rule
+def test_an_average_that_copies_the_numbers_of_a_state_dict_prunes_like_its_model(rule: Rule) -> None:
+    model = prepared(rule)
+    optimizer, average = sgd(model), copy.deepcopy(model)
+    for seed in range(3):
+        training_step(model, optimizer, seed)
+        for mine, theirs in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+            mine.copy_(mine.lerp(theirs, 0.5) if mine.is_floating_point() else theirs)
+    assert 0 < sum(pruned_counts(average)) == sum(pruned_counts(model))
+    small = pdp_fx.convert(average)
+    images = batch()[0]
+    torch.testing.assert_close(small(images), average.eval()(images), rtol=1e-5, atol=1e-5)
+
+
+@every_rule
+def test_an_average_of_the_parameters_alone_is_refused_and_can_be_mended(rule: Rule) -> None:
+    model = prepared(rule)
+    optimizer, average = sgd(model), copy.deepcopy(model)
+    for seed in range(6):
+        training_step(model, optimizer, seed)
+    with torch.no_grad():
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.5)
+    with pytest.raises(StateError, match=r"average\.pdp\.load_state_dict"):
+        pdp_fx.convert(average)
+    state(average).load_state_dict(state(model).state_dict())
+    pdp_fx.convert(average)
+    assert pruned_counts(average) == pruned_counts(model)
+
+
 def test_an_average_of_the_schedule_itself_is_refused_and_can_be_mended() -> None:
     model = prepared(RULES["unstructured"])
     optimizer = sgd(model)
