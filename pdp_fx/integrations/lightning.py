@@ -11,8 +11,10 @@ class PruningCallback(Callback):
     """Advances the schedule of the prepared model inside a LightningModule.
 
     Once after each epoch or each step of the optimizer, as the spec's schedule is written; batches whose
-    gradients are only accumulated do not count. Nothing is kept here: resuming from a checkpoint of the
-    trainer resumes the schedule, which is part of the model's state.
+    gradients are only accumulated do not count. Resuming from a checkpoint of the trainer resumes the
+    schedule, which is part of the model's state. What is kept here is for how many epochs it was advanced:
+    a checkpoint from the last batch of an epoch is older than the end of the epoch, which the trainer does
+    not come to again.
 
     Example:
         trainer = Trainer(callbacks=[PruningCallback()])
@@ -21,10 +23,24 @@ class PruningCallback(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._steps_seen = 0
+        self._epochs: int | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the epochs of another training."""
+        self._epochs = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epochs for which the schedule was advanced."""
+        return {"epochs": self._epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them from a checkpoint."""
+        self._epochs = state_dict["epochs"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where the count of steps starts."""
+        """Note where the count of steps starts, and make up for an epoch whose end was not seen."""
         self._steps_seen = trainer.global_step
+        self._advance_to(trainer.current_epoch, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -36,4 +52,9 @@ class PruningCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance a schedule that counts epochs."""
-        advance(pl_module, "epoch")
+        self._advance_to(trainer.current_epoch + 1, pl_module)
+
+    def _advance_to(self, epochs: int, pl_module: LightningModule) -> None:
+        for _ in range(0 if self._epochs is None else epochs - self._epochs):
+            advance(pl_module, "epoch")
+        self._epochs = epochs

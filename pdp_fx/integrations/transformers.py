@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from pdp_fx.integrations.advance import advance
@@ -10,12 +11,27 @@ from pdp_fx.integrations.advance import advance
 class PruningCallback(TrainerCallback):
     """Advances the schedule of the model that the trainer trains.
 
-    Once after each epoch or each step of the optimizer, as the spec's schedule is written. Nothing is kept
-    here: resuming from a checkpoint of the trainer resumes the schedule, which is part of the model's state.
+    Once after each epoch or each step of the optimizer, as the spec's schedule is written. Resuming from a
+    checkpoint of the trainer resumes the schedule, which is part of the model's state. An epoch is over with
+    its last step, for a checkpoint of that step is one from which the next epoch begins.
 
     Example:
         trainer = Trainer(prepared, arguments, train_dataset=data, callbacks=[PruningCallback()])
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counted = False
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Begin an epoch that has not been counted."""
+        self._counted = False
 
     def on_step_end(
         self,
@@ -24,8 +40,10 @@ class PruningCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Advance a schedule that counts steps."""
+        """Advance a schedule that counts steps, and in the last step of an epoch one that counts epochs."""
         advance(kwargs["model"], "step")
+        if float(state.epoch).is_integer():
+            self._count_epoch(kwargs["model"])
 
     def on_epoch_end(
         self,
@@ -34,5 +52,10 @@ class PruningCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Advance a schedule that counts epochs."""
-        advance(kwargs["model"], "epoch")
+        """Advance a schedule that counts epochs, where nobody knew which step would be the last."""
+        self._count_epoch(kwargs["model"])
+
+    def _count_epoch(self, model: nn.Module) -> None:
+        if not self._counted:
+            advance(model, "epoch")
+        self._counted = True

@@ -38,6 +38,10 @@ class Classifier(LightningModule):
         images, labels = batch
         return functional.cross_entropy(self.net(images), labels)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Classify, for nobody."""
+        self.net(batch[0])
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD."""
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
@@ -104,6 +108,31 @@ def test_resuming_from_a_checkpoint_of_the_trainer_goes_on_in_the_ramp(tmp_path:
     assert counter(second) == counter(whole) == 12
     for name, tensor in whole.state_dict().items():
         assert second.state_dict()[name].equal(tensor), name
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [{"every_n_train_steps": 4}, {"save_on_train_epoch_end": False}, {"save_on_train_epoch_end": True}],
+)
+def test_no_epoch_is_lost_or_counted_twice_whenever_a_checkpoint_is_written(
+    tmp_path: Path, saved: dict[str, Any]
+) -> None:
+    whole, first, second = (classifier("epoch", epsilon=0.2) for _ in range(3))
+    trainer(tmp_path, 4, callbacks=[PruningCallback()], enable_checkpointing=False).fit(whole, loader())
+    keep = ModelCheckpoint(tmp_path, save_top_k=-1, save_last=True, **saved)
+    trainer(tmp_path, 2, callbacks=[PruningCallback(), keep]).fit(first, loader(), loader())
+    resumed = trainer(tmp_path, 4, callbacks=[PruningCallback()], enable_checkpointing=False)
+    resumed.fit(second, loader(), loader(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert counter(second) == counter(whole) == 4
+    for name, tensor in whole.state_dict().items():
+        assert second.state_dict()[name].equal(tensor), name
+
+
+def test_one_callback_serves_two_trainings(tmp_path: Path) -> None:
+    module, callback = classifier("epoch"), PruningCallback()
+    for _ in range(2):
+        trainer(tmp_path, 2, callbacks=[callback], enable_checkpointing=False).fit(module, loader())
+    assert counter(module) == 4
 
 
 def test_a_module_without_a_prepared_model_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def prepared(per: Unit, epsilon: float = 0.25) -> fx.GraphModule:
     return pdp_fx.prepare(BertForSequenceClassification(TINY), spec, inputs)
 
 
-def train(model: torch.nn.Module, folder: Path, epochs: int, resume: bool = False, **given: Any) -> None:
+def train(
+    model: torch.nn.Module, folder: Path, epochs: int, resume: bool | str = False, **given: Any
+) -> None:
     options: dict[str, Any] = {"save_strategy": "no"} | given
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -94,6 +96,23 @@ def test_resuming_from_a_checkpoint_of_the_trainer_goes_on_in_the_ramp(tmp_path:
     train(second, tmp_path / "parts", 3, resume=True)
     assert int(state(second).counter) == int(state(whole).counter) == 12
     assert pruned_counts(second) == pruned_counts(whole)
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_no_epoch_is_lost_or_counted_twice_whatever_checkpoint_is_resumed(tmp_path: Path, step: int) -> None:
+    whole, first, second = (prepared("epoch", 0.2) for _ in range(3))
+    train(whole, tmp_path / "whole", 3)
+    train(first, tmp_path / "parts", 2, save_strategy="steps", save_steps=2)
+    train(second, tmp_path / "parts", 3, resume=str(tmp_path / f"parts/checkpoint-{step}"))
+    assert int(state(second).counter) == int(state(whole).counter) == 3
+    assert pruned_counts(second) == pruned_counts(whole)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_epoch_counts_once_however_its_batches_are_accumulated(tmp_path: Path, accumulate: int) -> None:
+    model = prepared("epoch")
+    train(model, tmp_path, 3, gradient_accumulation_steps=accumulate)
+    assert int(state(model).counter) == 3
 
 
 def test_a_model_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
