@@ -70,8 +70,8 @@ def _sites(gm: fx.GraphModule) -> Sites:
             uses.setdefault(parameter, []).append(use)
     stand_ins = computed.stand_ins()
     whole = {name: by for by in stand_ins if by.needed for name in by.sources}
-    hidden = _hidden(gm, names)
-    weights = tuple(_site(name, found, whole.get(name), hidden.get(name)) for name, found in uses.items())
+    barred = _barred(gm, names)
+    weights = tuple(_site(name, found, whole.get(name), barred.get(name)) for name, found in uses.items())
     parameters = frozenset(name for name, _ in gm.named_parameters())
     return Sites(weights, parameters - _out_of_reach(gm, names), stand_ins)
 
@@ -92,15 +92,14 @@ class _Use:
     standing: str = ""
 
 
-def _site(parameter: str, uses: list[_Use], whole: StandIn | None, hidden: str | None) -> Site:
+def _site(parameter: str, uses: list[_Use], whole: StandIn | None, barred: str | None) -> Site:
     """What holds for one use holds for the weight; a product of parameters may be a weight itself.
 
-    ``whole`` is the computed weight that is pruned in the place of the parameters behind it; ``hidden`` is a
-    module that uses the weight where no mask can be put, so that it stays.
+    ``whole`` is the computed weight that is pruned in the place of the parameters behind it; ``barred`` is
+    why no weight of this parameter can be pruned, whatever uses it.
     """
-    if hidden is not None:
-        why = f"{hidden} uses it inside itself, too, out of reach of a mask"
-        uses = [replace(use, unfit=why) for use in uses]
+    if barred is not None:
+        uses = [replace(use, unfit=barred) for use in uses]
         whole = None
     uses = [use for use in uses if not use.inner] or uses
     nodes = tuple(dict.fromkeys(use.node for use in uses))
@@ -130,9 +129,16 @@ def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> li
     return found
 
 
-def _hidden(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
-    """Parameters that modules kept whole use other than as weights of known layers, with the modules."""
-    found: dict[str, str] = {}
+def _barred(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
+    """Parameters that stay, with the reasons.
+
+    They are not real numbers, or modules kept whole use them other than as weights of known layers.
+    """
+    found = {
+        name: f"its numbers are {parameter.dtype}, and only real ones can be ranked"
+        for name, parameter in gm.named_parameters()
+        if not parameter.is_floating_point()
+    }
     for node in gm.graph.find_nodes(op="call_module"):
         target = str(node.target)
         module = gm.get_submodule(target)
@@ -141,7 +147,8 @@ def _hidden(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
             known = kind.weights_of(layer) if kind is not None else ()
             for name, tensor in layer.named_parameters(recurse=False):
                 if name not in known:
-                    found.setdefault(names[id(tensor)], target)
+                    why = f"{target} uses it inside itself, too, out of reach of a mask"
+                    found.setdefault(names[id(tensor)], why)
     return found
 
 

@@ -84,11 +84,11 @@ def readable(tensor: Tensor) -> bool:
 
 
 def storage_order(tensor: Tensor) -> Tensor:
-    """Flatten in the order of memory: a view for every dense memory format, channels_last included."""
+    """Flatten in the order of memory, without gaps: a view for every dense format, channels_last included."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     axes = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(axes).reshape(-1)
+    return tensor.permute(axes).reshape(-1).contiguous()
 
 
 def as_numpy(tensor: Tensor) -> Values:

@@ -65,6 +65,14 @@ def test_one_selection_serves_a_whole_optimizer_step(selections: list[int]) -> N
         optimizer.step()
 
 
+def test_a_weight_with_gaps_in_memory_is_masked_like_a_dense_one() -> None:
+    mask, weight = masked_layer()
+    gappy = nn.Parameter(torch.stack([weight.detach(), torch.ones_like(weight)], -1)[..., 0])
+    assert not gappy.is_contiguous()
+    for mode in (True, False):
+        assert mask.train(mode)(gappy).equal(mask(weight))
+
+
 def change_in_place(weight: nn.Parameter) -> None:
     with torch.no_grad():
         weight.mul_(2)

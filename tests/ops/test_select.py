@@ -116,6 +116,9 @@ def test_storage_order_is_a_view_for_dense_memory_formats() -> None:
         assert flat.data_ptr() == tensor.data_ptr()
         assert flat.is_contiguous()
         assert flat.sort().values.equal(contiguous.flatten().sort().values)
+    gappy = storage_order(contiguous.flatten(1)[:, ::2])
+    assert gappy.is_contiguous()
+    assert gappy.tolist() == contiguous.flatten()[::2].tolist()
     assert storage_order(torch.tensor(3.0)).tolist() == [3.0]
     assert storage_order(torch.arange(3.0).expand(2, 3)).numel() == 6
 

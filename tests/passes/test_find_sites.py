@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import pdp_fx
 from pdp_fx import SpecError, Unstructured
 from pdp_fx.passes.find_sites import Site, Sites
 from tests.nets import at_once, listing, net, prepare_until
@@ -115,3 +116,30 @@ def test_weights_of_products_know_where_their_input_channels_lie() -> None:
         ("columns", True, False),
         ("unsaid", True, False),
     ]
+
+
+class Spectral(nn.Module):
+    """A layer of complex numbers before one of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Linear(8, 8, dtype=torch.complex64)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, 8) to (n, 4)."""
+        return self.head(self.waves(x.to(torch.complex64)).abs())
+
+
+def test_complex_weights_stay_with_a_reason() -> None:
+    model, x = Spectral(), torch.randn(2, 8)
+    waves, head = sites(model, x).weights
+    assert "torch.complex64, and only real ones" in waves.unfit
+    assert not head.unfit
+    prepared = pdp_fx.prepare(model, SPEC, x)
+    assert "torch.complex64" in str(pdp_fx.explain(prepared))
+    pdp_fx.step(prepared)
+    prepared(x).sum().backward()
+    small = pdp_fx.convert(prepared)
+    assert small(x).equal(prepared.eval()(x))
+    assert int((small.get_parameter("head.weight") == 0).sum()) == 16
