@@ -57,7 +57,7 @@ def prepare(
     Raises:
         SpecError: the spec does not fit the model, or nothing in the model can be pruned by it.
         TraceError: the model cannot be traced, or does not run on the example inputs.
-        StateError: the model is prepared already, or has lazy parameters.
+        StateError: the model is prepared already, or has parameters that are lazy or on the meta device.
 
     Example:
         >>> from pdp_fx import Unstructured
@@ -210,6 +210,12 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise StateError(
+            f"{empty} is on the meta device and holds no numbers; call model.to_empty(device=...) and load "
+            "or initialise the weights before prepare"
+        )
     broken = _broken_weight(model)
     if broken:
         raise SpecError(
