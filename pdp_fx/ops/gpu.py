@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pdp_fx.ops.select import transformed
 from pdp_fx.ops.threshold import threshold_by_sort
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,9 @@ class Table(NamedTuple):
 
 def usable(weight: Tensor) -> bool:
     """Whether the kernels can work on a weight, here and now."""
-    if not weight.is_cuda or torch.compiler.is_compiling() or type(weight) not in (Tensor, nn.Parameter):
+    if not weight.is_cuda or torch.compiler.is_compiling() or transformed():
+        return False
+    if type(weight) not in (Tensor, nn.Parameter):
         return False
     fits = weight.dtype in DTYPES and 0 < weight.numel() < MOST and _is_dense(weight)
     return fits and _works(weight.device)

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from pdp_fx.ops.select import readable
+from pdp_fx.ops.select import readable, transformed
 from pdp_fx.ops.threshold import compute_dtype
 
 MILLIONTHS = 1_000_000
@@ -105,7 +105,7 @@ def sorted_magnitudes(planes: Tensor) -> tuple[Tensor, ...]:
     if network is None:
         return magnitudes.sort(0).values.unbind()
     ordered = list(magnitudes.unbind())
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or transformed():
         for i, j in network:
             ordered[i], ordered[j] = (
                 torch.minimum(ordered[i], ordered[j]),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.ops.nm import group_view, squared_thresholds
-from pdp_fx.ops.select import readable
+from pdp_fx.ops.select import readable, transformed
 from pdp_fx.ops.soft_mask import Temperature
 from pdp_fx.ops.threshold import compute_dtype
 
@@ -31,6 +31,9 @@ def nm_soft_mask(weight: Tensor, m: int, kappa: Tensor, tau: Temperature) -> Ten
     Returns:
         w_hat with the shape, dtype and memory format of `weight`.
     """
+    if transformed():
+        planes = _planes(weight, m).to(compute_dtype(weight.dtype))
+        return _laid_out(_mask_formula(planes, kappa, tau) * planes).to(weight.dtype)
     return _NMSoftMask.apply(weight, m, kappa, tau)  # pyright: ignore[reportReturnType]
 
 
@@ -83,8 +86,11 @@ def _copied_planes(weight: Tensor, m: int) -> Tensor:
 
 def _weight_of(planes: Tensor, weight: Tensor) -> Tensor:
     """The inverse of `_planes`, in the dtype and layout of ``weight``."""
-    laid_out = torch.empty_like(weight)
-    return laid_out.copy_(planes.movedim(0, 2).flatten(1, 2))
+    return torch.empty_like(weight).copy_(_laid_out(planes))
+
+
+def _laid_out(planes: Tensor) -> Tensor:
+    return planes.movedim(0, 2).flatten(1, 2)
 
 
 def _blocks(weight: Tensor) -> list[slice]:

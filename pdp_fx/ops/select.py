@@ -38,7 +38,7 @@ def smallest(magnitude: Tensor, count: Tensor | int) -> Tensor:
         A bool tensor of the shape of `magnitude`, True at the marked entries.
     """
     wanted = torch.full((), count, device=magnitude.device) if isinstance(count, int) else count
-    return _smallest(magnitude.detach(), wanted)
+    return (smallest_by_cumsum if transformed() else _smallest)(magnitude.detach(), wanted)
 
 
 def order_statistics(values: Values, count: int, key: np.ufunc = np.absolute) -> tuple[Any, Any]:
@@ -63,12 +63,14 @@ def kth_and_next_by_sort(magnitude_flat: Tensor, count: Tensor | int) -> tuple[T
     """Do `order_statistics` of magnitudes in tensor operations only, so that a device is never waited for."""
     ranks = torch.arange(-1, 1, device=magnitude_flat.device) + count
     ordered = magnitude_flat.sort().values
-    low, high = ordered.take(ranks.clamp(0, ordered.numel() - 1)).unbind()
+    low, high = ordered.gather(0, ranks.clamp(0, ordered.numel() - 1)).unbind()
     return low, high
 
 
 def smallest_by_cumsum(magnitude: Tensor, count: Tensor) -> Tensor:
     """Do `smallest` in tensor operations only, so that a device is never waited for."""
+    if magnitude.numel() == 0:
+        return magnitude.new_empty(magnitude.shape, dtype=torch.bool)
     values = magnitude.reshape(-1)
     kth, _ = kth_and_next_by_sort(values, count)
     below, equal = values < kth, values == kth
@@ -78,9 +80,18 @@ def smallest_by_cumsum(magnitude: Tensor, count: Tensor) -> Tensor:
 
 def readable(tensor: Tensor) -> bool:
     """Whether the values of `tensor` can be read here and now without waiting, tracing or unwrapping."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or transformed():
         return False
     return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+
+
+def transformed() -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jvp) is at work, so that any tensor may be one of its.
+
+    Its tensors have no numbers that can be read, and it asks more of an autograd function than torch does
+    elsewhere; all formulas in tensor operations hold under it.
+    """
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
 
 
 def storage_order(tensor: Tensor) -> Tensor:

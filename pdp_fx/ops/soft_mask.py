@@ -12,7 +12,8 @@ NaN gradient and leaves its neighbours alone.
 
 On the CPU both equations run in few passes, the backward one over blocks that stay in the cache; on a GPU
 each is one pass (`pdp_fx.ops.gpu`). Everywhere else, and for a compiler, which fuses them, they are plain
-formulas; so is a backward pass that is itself differentiated.
+formulas; so is a backward pass that is itself differentiated. Under a transform of `torch.func` there is
+equation 1 alone, and autograd finds equation 2.
 """
 
 from typing import Any, cast
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.ops import gpu
-from pdp_fx.ops.select import readable
+from pdp_fx.ops.select import readable, transformed
 from pdp_fx.ops.threshold import compute_dtype
 
 BLOCK = 1 << 16
@@ -45,6 +46,11 @@ def soft_mask(weight: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
     Returns:
         w_hat with the shape, dtype and memory format of `weight`.
     """
+    if transformed():
+        wide = weight.to(compute_dtype(weight.dtype))
+        return (torch.sigmoid(wide.square() * (1.0 / tau) + _offset(wide, threshold, tau)) * wide).to(
+            weight.dtype
+        )
     t, temperature = _number(threshold), _number(tau)
     if isinstance(t, float) and isinstance(temperature, float) and readable(weight):
         return _SoftMaskOfNumbers.apply(weight, t, temperature)  # pyright: ignore[reportReturnType]
@@ -134,13 +140,16 @@ def _in_one_pass(weight: Tensor, threshold: Threshold) -> bool:
 
 
 def _mask(wide: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
+    # The first operand is the weight: a broadcast threshold must have no say in the memory format.
+    return wide.square().mul_(1.0 / tau).add_(_offset(wide, threshold, tau)).sigmoid_()
+
+
+def _offset(wide: Tensor, threshold: Threshold, tau: Temperature) -> Temperature:
+    """-t |t| / tau."""
     if isinstance(threshold, Tensor):
         t = threshold.detach().to(wide.dtype)
-        offset = t * t.abs() * (-1.0 / tau)
-    else:
-        offset = -threshold * abs(threshold) / tau
-    # The first operand is the weight: a broadcast threshold must have no say in the memory format.
-    return wide.square().mul_(1.0 / tau).add_(offset).sigmoid_()
+        return t * t.abs() * (-1.0 / tau)
+    return -threshold * abs(threshold) / tau
 
 
 def _number(value: Tensor | float) -> Tensor | float:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdp_fx.ops.select import transformed
+
 
 def straight_through(weight: Tensor, value: Tensor, factor: Tensor | None = None) -> Tensor:
     """Return ``value``, with a gradient that reaches ``weight`` times ``factor``, or as it is.
@@ -14,6 +16,9 @@ def straight_through(weight: Tensor, value: Tensor, factor: Tensor | None = None
         value: what is computed with in their place, same shape; its own history is cut off.
         factor: of the gradient, same shape.
     """
+    if transformed():
+        through = weight if factor is None else weight * factor
+        return value.detach() + (through - through.detach())
     return _StraightThrough.apply(weight, value.detach(), factor)  # pyright: ignore[reportReturnType]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdp_fx.ops.select import as_numpy, kth_and_next_by_sort, order_statistics, storage_order
+from pdp_fx.ops.select import as_numpy, kth_and_next_by_sort, order_statistics, storage_order, transformed
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,6 +30,8 @@ def threshold(weight: Tensor, count: Tensor) -> Tensor:
     Returns:
         A 0-dim tensor in `compute_dtype(weight.dtype)`, -inf where `count` is 0.
     """
+    if transformed():
+        return threshold_by_sort(weight.detach(), count, compute_dtype(weight.dtype))
     return _threshold(weight, count)
 
 
@@ -47,6 +49,8 @@ def _threshold(weight: Tensor, count: Tensor) -> Tensor:
 
 def threshold_by_sort(weight: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
     """Do `threshold` in tensor operations only, so that a device is never waited for."""
+    if weight.numel() == 0:
+        return weight.new_full((), -math.inf, dtype=dtype)
     pruned = count.clamp(0, weight.numel() - 1)
     largest_pruned, smallest_kept = kth_and_next_by_sort(storage_order(weight).to(dtype).abs(), pruned)
     return torch.where(pruned > 0, 0.5 * largest_pruned + 0.5 * smallest_kept, -math.inf)

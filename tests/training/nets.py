@@ -9,7 +9,7 @@ from torch.nn import functional
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
 from pdp_fx.pruner import Pruner
-from pdp_fx.spec import Rule
+from pdp_fx.spec import Forward, Rule
 
 RULES: dict[str, Rule] = {
     "unstructured": Unstructured(0.8),
@@ -46,11 +46,17 @@ def batch(seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def prepared(
-    rule: Rule, schedule: Schedule = RAMP, width: int = 8, tau: float | str = 1e-4
+    rule: Rule,
+    schedule: Schedule = RAMP,
+    width: int = 8,
+    tau: float | str = 1e-4,
+    forward: Forward = "soft",
 ) -> fx.GraphModule:
     """The net, the same at every call, prepared for ``rule``."""
     torch.manual_seed(0)
-    return pdp_fx.prepare(Net(width), PruneSpec(rule, schedule=schedule, tau=tau), batch()[0])
+    return pdp_fx.prepare(
+        Net(width), PruneSpec(rule, schedule=schedule, tau=tau, forward=forward), batch()[0]
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
