@@ -92,6 +92,7 @@ class Method:
         restarts: epochs at which the learning rate starts anew.
         rewind: (epoch whose start is remembered, epoch at which the weights go back to it), or None.
         searched: whether the sparsity follows from a knob that has to be searched for.
+        told: whether the policy is told the share of all weights that go, as ``overall``.
     """
 
     policy: Policy | None
@@ -103,6 +104,7 @@ class Method:
     restarts: tuple[int, ...] = ()
     rewind: tuple[int, int] | None = None
     searched: bool = False
+    told: bool = False
 
     def spec(self, ratio: float, skipped: Mapping[str, None], common: Counts | None = None) -> PruneSpec:
         """The spec for a ratio over all layers, or for given counts in each layer.
@@ -112,11 +114,14 @@ class Method:
             skipped: overrides for layers that stay dense.
             common: counts per layer, for the block in which all methods have the same.
         """
+        policy: Any = self.policy
+        if self.told and policy is not None:
+            policy = partial(policy, overall=ratio)
         if common is None:
-            rule = Unstructured(ratio, policy=self.policy)
+            rule = Unstructured(ratio, policy=policy)
             return PruneSpec(rule, skipped, self.schedule, allocation=self.allocation, **self.options)
         rules: dict[str, Rule | None] = {
-            layer: Unstructured(gone / size, policy=self.policy) if gone else None
+            layer: Unstructured(gone / size, policy=policy) if gone else None
             for layer, (gone, size) in common.items()
         }
         return PruneSpec(None, rules, self.schedule, allocation="uniform", **self.options)
@@ -198,7 +203,7 @@ def _st3(budget: Budget, knob: float | None, scaled: bool = False) -> Method:
 
 
 def _feather(budget: Budget, knob: float | None) -> Method:
-    return Method(Feather, Schedule.fit(budget.total, 0.0, 0.5, per="step", shape="cubic"))
+    return Method(Feather, Schedule.fit(budget.total, 0.0, 0.5, per="step", shape="cubic"), told=True)
 
 
 def _spartan(budget: Budget, knob: float | None) -> Method:

@@ -22,13 +22,16 @@ class Feather(OwnAllocation):
     Args:
         site: where it stands.
         theta: the factor of the gradient of pruned weights, 1 up to a sparsity of 95 % and 0.5 above.
+        overall: the share of all weights of the net that go, which decides about theta where layers have
+            ratios of their own; by default that of the rule.
     """
 
     threshold: Tensor
 
-    def __init__(self, site: MaskSite, theta: float | None = None) -> None:
+    def __init__(self, site: MaskSite, theta: float | None = None, overall: float | None = None) -> None:
         super().__init__(site)
-        self.theta = theta if theta is not None else 1.0 if self.ratio <= 0.95 else 0.5
+        sparsity = self.ratio if overall is None else overall
+        self.theta = theta if theta is not None else 1.0 if sparsity <= 0.95 else 0.5
         self.register_buffer("threshold", torch.zeros((), dtype=site.weight.dtype))
 
     def soft(self, weight: Tensor) -> Tensor:

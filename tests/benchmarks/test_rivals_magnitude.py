@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pdp_fx
+from benchmarks.methods import METHODS, Budget
 from benchmarks.rivals import ACDC, DNW, GMP, SRSTE, ST3, STR, Feather, Fixed, GraNet
 from benchmarks.rivals.acdc import phases
 from benchmarks.rivals.granet import erk
@@ -112,6 +114,16 @@ def test_feather_thresholds_all_layers_by_one_cube_and_scales_the_pruned_gradien
     assert torch.equal(grad, torch.where(w.abs() > t, upstream, theta * upstream))
     assert sum(int(mask.pruned(x).sum()) for mask, x in zip(masks, (w, v), strict=True)) == count
     assert torch.equal(masks[1].eval()(v) == 0, masks[1].pruned(v))
+
+
+@pytest.mark.parametrize(("overall", "theta"), [(0.9, 1.0), (0.98, 0.5)])
+def test_feather_scales_gradients_by_the_sparsity_of_the_net_in_every_layer(
+    overall: float, theta: float
+) -> None:
+    net, counts = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), {"0": (99, 100), "1": (81, 100)}
+    spec = METHODS["feather"](Budget(2, 4), None).spec(overall, {}, counts)
+    masks = [module for module in pdp_fx.prepare(net, spec).modules() if isinstance(module, Feather)]
+    assert [mask.theta for mask in masks] == [theta, theta]
 
 
 def test_feather_and_st3_leave_weights_alone_before_their_ramp() -> None:
