@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Self
 
@@ -28,7 +29,8 @@ class GraNet(KeptSet):
         ramp: share of the training in which the density falls to the target.
         swapped: share of the remaining weights that are swapped at the first change.
         swapped_last: the same at the end of the training.
-        seed: of the first masks.
+        seed: of the first masks, together with the name of the layer: layers of one size that are masked
+            apart from each other must not begin alike.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class GraNet(KeptSet):
         self.ramp = ramp
         self.swapped = swapped
         self.swapped_last = swapped_last
-        self.seed = seed
+        self.seed = seed + zlib.crc32(site.names[0].encode())
         self.dense_grad: Tensor | None = None
 
     def soft(self, weight: Tensor) -> Tensor:

@@ -246,6 +246,14 @@ def test_granet_starts_at_random_then_prunes_by_magnitude_and_swaps_by_gradient(
         assert torch.equal(x.detach(), value * marked(x.shape, survivors))
 
 
+def test_granet_starts_layers_of_one_size_apart_with_unlike_masks() -> None:
+    net, counts = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), {"0": (90, 100), "1": (90, 100)}
+    spec = METHODS["granet"](Budget(2, 4), None).spec(0.9, {}, counts)
+    first, second = (module for module in pdp_fx.prepare(net, spec).modules() if isinstance(module, GraNet))
+    assert int(first.keep.sum()) == int(second.keep.sum()) == 50
+    assert not first.keep.equal(second.keep)
+
+
 def test_granet_reaches_its_target_though_no_change_falls_on_the_end_of_the_ramp() -> None:
     w = weight(20, 20)
     mask = GraNet(unstructured(w, 0.9), every=7)
