@@ -16,7 +16,7 @@ formulas; so is a backward pass that is itself differentiated. Under a transform
 equation 1 alone, and autograd finds equation 2.
 """
 
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class _SoftMaskOfNumbers(torch.autograd.Function):
         ctx.numbers = threshold, tau
         ctx.save_for_backward(weight)
         wide = weight.to(compute_dtype(weight.dtype))
-        offset = wide.new_full((), -threshold * abs(threshold) / tau)
+        offset = wide.new_full((), _offset(wide, threshold, tau))
         mask = torch.addcmul(offset, wide, wide, value=1.0 / tau).sigmoid_()
         return mask.mul_(wide).to(weight.dtype)
 
@@ -120,7 +120,7 @@ class _SoftMaskOfNumbers(torch.autograd.Function):
 
 def _gradient_into(result: Tensor, wide: Tensor, grad: Tensor, threshold: float, tau: float) -> None:
     """Equation 2 with one buffer beside the result."""
-    offset = wide.new_full((), -threshold * abs(threshold) / tau)
+    offset = wide.new_full((), _offset(wide, threshold, tau))
     mask = torch.addcmul(offset, wide, wide, value=1.0 / tau, out=result).sigmoid_()
     # w m (1 - m) in one pass; w enters twice, one factor at a time, so that w^2 * 0 is 0 for every finite w.
     softness = torch.ops.aten.sigmoid_backward.default(wide, mask)
@@ -144,12 +144,22 @@ def _mask(wide: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
     return wide.square().mul_(1.0 / tau).add_(_offset(wide, threshold, tau)).sigmoid_()
 
 
+@overload
+def _offset(wide: Tensor, threshold: float, tau: float) -> float: ...
+
+
+@overload
+def _offset(wide: Tensor, threshold: Threshold, tau: Temperature) -> Temperature: ...
+
+
 def _offset(wide: Tensor, threshold: Threshold, tau: Temperature) -> Temperature:
-    """-t |t| / tau."""
+    """-t |t| / tau, which stays in the range of the dtype, so that no weight meets inf - inf."""
+    least = torch.finfo(wide.dtype).min
     if isinstance(threshold, Tensor):
         t = threshold.detach().to(wide.dtype)
-        return t * t.abs() * (-1.0 / tau)
-    return -threshold * abs(threshold) / tau
+        return (t * t.abs() * (-1.0 / tau)).clamp(min=least)
+    offset = -threshold * abs(threshold) / tau
+    return offset.clamp(min=least) if isinstance(offset, Tensor) else max(offset, least)
 
 
 def _number(value: Tensor | float) -> Tensor | float:

@@ -91,6 +91,16 @@ def test_extreme_weights_stay_finite(dtype: torch.dtype) -> None:
             assert gradient(weight, threshold_now, torch.ones_like(weight)).isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [1e15, 1e18, 1e20, 1e38])
+@pytest.mark.parametrize("as_number", [True, False])
+def test_weights_of_a_training_that_has_exploded_have_finite_masks(scale: float, as_number: bool) -> None:
+    weight = (torch.linspace(-3, 3, 60) * scale).requires_grad_()
+    t = threshold(weight, torch.tensor(30))
+    masked = soft_mask(weight, t if as_number else t.expand(1), TAU)
+    assert masked.isfinite().all()
+    assert masked[weight.abs() > t].equal(weight[weight.abs() > t])
+
+
 def test_an_infinite_weight_stays_infinite_and_leaves_its_neighbours_alone() -> None:
     weight = torch.tensor([0.01, math.inf, -math.inf, 0.03], requires_grad=True)
     finite = weight.detach()[[0, 3]].requires_grad_()
