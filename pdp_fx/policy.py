@@ -180,10 +180,15 @@ def made(site: MaskSite, default: type[Made], kind: type[Made]) -> Made:
 
 
 class WeightPolicy(MaskPolicy):
-    """Unstructured: every weight is a unit. A subclass says at least what `soft` returns."""
+    """Unstructured: every weight is a unit. A subclass says at least what `soft` returns.
+
+    Attributes:
+        size: number of weights.
+    """
 
     def __init__(self, site: MaskSite) -> None:
         super().__init__(site)
+        self.size = sum(weight.numel() for weight in site.weights)
         self.ranking = Ranking()
 
     def forward(self, weight: Tensor) -> Tensor:

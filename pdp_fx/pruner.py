@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.allocation import MacModel
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
+from pdp_fx.checkpoints import other_targets
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.planning import CHILD, Planner, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress
@@ -65,6 +66,7 @@ class Pruner(nn.Module):
         self.tables: dict[str, str] = {}
         self.mac_model: MacModel | None = None
         self.register_buffer("counter", torch.tensor(0))
+        self.register_load_state_dict_pre_hook(_refuse_other_targets)
         self.register_load_state_dict_post_hook(_accept_dense_checkpoint)
         self.register_load_state_dict_post_hook(_advance_masks)
 
@@ -173,6 +175,21 @@ def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
         if isinstance(module, fx.GraphModule) and isinstance(state, Pruner):
             found.append((module, state))
     return found
+
+
+def _refuse_other_targets(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *rest: list[str]
+) -> None:
+    """Add to the errors of a load_state_dict that the checkpoint was trained for another target."""
+    pruner, errors = cast(Pruner, module), rest[-1]
+    keys = {name: f"{prefix}masks.{name}.target" for name in pruner.masks}
+    targets = {name: state[key] for name, key in keys.items() if key in state and not state[key].is_meta}
+    uniform = pruner.spec.allocation == "uniform"
+    for reason in other_targets(pruner.mask_items(), pruner.rules, uniform, targets):
+        errors.append(
+            f"{reason}; prepare with the spec of the checkpoint, or leave out its keys that begin with "
+            f"'{prefix}' to load the weights alone"
+        )
 
 
 def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pdp_fx
-from pdp_fx import PruneSpec, StateError
+from pdp_fx import NM, PruneSpec, StateError, Unstructured
 from pdp_fx.spec import Rule
 from tests.training.nets import RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
 from tests.training.resumable import STEPS, run
@@ -132,6 +132,42 @@ def test_a_checkpoint_of_another_spec_is_refused_by_name() -> None:
     saved = prepared(RULES["channels"]).state_dict()
     with pytest.raises(RuntimeError, match=r"pdp\.masks"):
         prepared(RULES["unstructured"]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("rule", "other", "message"),
+    [
+        (
+            Unstructured(0.8),
+            Unstructured(0.9),
+            r"targets are 1216 weights, but Unstructured\(ratio=0.9\) asks for",
+        ),
+        (NM(2, 4), NM(1, 4), r"2 of every 4 weights, but NM\(1, 4\) asks for 3 of every 4 weights"),
+        (NM(1, 4), NM(2, 4), r"3 of every 4 weights, but NM\(2, 4\)"),
+    ],
+)
+def test_a_checkpoint_of_another_target_is_refused_and_its_weights_load_alone(
+    rule: Rule, other: Rule, message: str
+) -> None:
+    model, another = prepared(rule), prepared(other)
+    optimizer = sgd(model)
+    for seed in range(3):
+        training_step(model, optimizer, seed)
+    with pytest.raises(RuntimeError, match=message + r"(.|\n)*begin with 'pdp\.'"):
+        another.load_state_dict(model.state_dict())
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("pdp.")}
+    another = prepared(other)
+    another.load_state_dict(weights)
+    for _ in range(6):
+        pdp_fx.step(another)
+    assert sum(pruned_counts(another)) == sum(pruned_counts(stepped(other)))
+
+
+def stepped(rule: Rule) -> nn.Module:
+    model = prepared(rule)
+    for _ in range(6):
+        pdp_fx.step(model)
+    return model
 
 
 class Narrow(nn.Module):
