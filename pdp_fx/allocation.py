@@ -61,6 +61,11 @@ def _ranked(scores: list[Tensor], total: int) -> list[int]:
     return [int(part.sum()) for part in parts]
 
 
+def uniform_share(size: int, ratio: float) -> int:
+    """How many of ``size`` units a layer loses that has its ratio for itself."""
+    return max(min(round(ratio * size), size - 1), 0)
+
+
 def most_prunable(size: int, ratio: float, min_keep: float, least: int = 1) -> int:
     """How many of ``size`` units a layer may lose under global allocation."""
     # The tolerance is for (1 - 0.9) * 100, which floating point puts below 10.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from pdp_fx.allocation import uniform_share
 from pdp_fx.granularity import Rule, Unstructured, rule_text
 from pdp_fx.policy import MILLION, UNSET, MaskPolicy, NMPolicy, WeightPolicy
 
@@ -22,7 +23,8 @@ def other_targets(
 ) -> list[str]:
     """What is wrong with the targets of a checkpoint, as sentences.
 
-    Those of channels follow from the weights and the limits of every group, and are taken as they are.
+    Those of channels follow from the weights and the limits of every group, and are taken as they are; so
+    are those of a rule some of whose masks are not in the checkpoint.
 
     Args:
         masks: by name.
@@ -32,12 +34,14 @@ def other_targets(
     """
     pools: dict[Rule, list[tuple[WeightPolicy, int]]] = {}
     for name, mask in masks:
-        target = int(targets[name]) if name in targets else UNSET
-        if isinstance(mask, WeightPolicy) and mask.planned and target != UNSET:
+        if isinstance(mask, WeightPolicy) and mask.planned:
+            target = int(targets[name]) if name in targets else UNSET
             pools.setdefault(rules[name], []).append((mask, target))
     found: list[str] = []
     for rule, pool in pools.items():
         expected, saved = _expected(rule, [mask for mask, _ in pool], uniform), [target for _, target in pool]
+        if UNSET in saved:
+            continue
         if sum(expected) != sum(saved):
             found.append(
                 f"the checkpoint's targets are {_amount(saved, pool[0][0])}, but {rule_text(rule)} asks for "
@@ -51,7 +55,7 @@ def _expected(rule: Rule, masks: list[WeightPolicy], uniform: bool) -> list[int]
         return [(mask.of - mask.keep) * MILLION for mask in masks if isinstance(mask, NMPolicy)]
     if not uniform:
         return [round(rule.ratio * sum(mask.size for mask in masks))]
-    return [max(min(round(rule.ratio * mask.size), mask.size - 1), 0) for mask in masks]
+    return [uniform_share(mask.size, rule.ratio) for mask in masks]
 
 
 def _amount(targets: list[int], mask: WeightPolicy) -> str:

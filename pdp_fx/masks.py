@@ -2,7 +2,7 @@
 
 Each follows the mode of the model: in training it gives the soft mask of the paper (equation 1), in
 eval mode the hard mask that `convert` will apply, by exact index. A mask has no trainable parameter;
-its state is two integers, so that casting the model to another dtype leaves it alone.
+its state is whole numbers, so that casting the model to another dtype leaves it alone.
 """
 
 from __future__ import annotations
@@ -34,28 +34,31 @@ class Tempered(MaskPolicy):
 
     Attributes:
         tau: softness of the mask.
-        tau_bits: the number in tau as it is now, a float64 as an integer, where it changes.
+        units: where tau changes, what its number is now comes third, a float64 as an integer.
     """
-
-    tau_bits: Tensor
 
     def __init__(self, site: MaskSite) -> None:
         super().__init__(site)
         self.tau = site.tau if isinstance(site.tau, Softness) else Softness(site.tau)
         if self.tau.end is not None:
             bits = torch.tensor(self.tau.start, dtype=torch.float64).view(torch.int64)
-            self.register_buffer("tau_bits", bits)
+            self.units = torch.cat((self.units, bits.reshape(1)))
 
     def advance(self, share: float) -> None:
         super().advance(share)
         if self.tau.end is not None:
-            self.tau_bits.view(torch.float64).fill_(self.tau.at(share))
+            self._number.fill_(self.tau.at(share))
+
+    @property
+    def _number(self) -> Tensor:
+        """The number in a tau that changes, as it is now: 0-dim float64, a view."""
+        return self.units[2].view(torch.float64)
 
     def temperature(self, weight: Tensor) -> Temperature:
         """The tau for these weights (or channel scores) now: a constant of the step, read without waiting."""
         if self.tau.constant:
             return self.tau.start
-        number = self.tau.start if self.tau.end is None else self.tau_bits.view(torch.float64)
+        number = self.tau.start if self.tau.end is None else self._number
         if not self.tau.relative:
             return number
         norm = cast(Tensor, torch.linalg.vector_norm(weight.detach(), dtype=compute_dtype(weight.dtype)))

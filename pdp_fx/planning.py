@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor, fx, nn
 
-from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded
+from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded, uniform_share
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.computed_weights import computed
 from pdp_fx.errors import SpecError, StateError
@@ -67,9 +67,7 @@ class Planner:
         sizes = [weight.numel() for weight in weights]
         _refuse_unfit([self.masks[name].parameters_read[0] for name in names], weights)
         if self.spec.allocation == "uniform":
-            return {
-                name: max(min(round(rule.ratio * n), n - 1), 0) for name, n in zip(names, sizes, strict=True)
-            }
+            return {name: uniform_share(n, rule.ratio) for name, n in zip(names, sizes, strict=True)}
         most = [most_prunable(size, rule.ratio, self.spec.min_keep) for size in sizes]
         counts = allocate([weight.abs() for weight in weights], round(rule.ratio * sum(sizes)), most)
         return dict(zip(names, counts, strict=True))

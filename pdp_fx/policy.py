@@ -96,23 +96,30 @@ class MaskPolicy(nn.Module):
 
     Attributes:
         parameters_read: qualified names of the parameters that the mask is computed from.
-        target: how many units are pruned in the end; -1 until the ratios are fixed.
-        count: how many units are pruned now; follows from the target and the schedule, and is saved with
-            them all the same, for averages that copy what a state dict holds.
+        units: the buffer of whole numbers with `target` and `count`. The count follows from the target and
+            the schedule, and is saved all the same, for averages that copy what a state dict holds.
         planned: whether the package fixes the target by the allocation of the spec. A policy that says
             False decides by itself what goes, in `pruned`; `target` and `count` then mean nothing.
     """
 
     planned: ClassVar[bool] = True
 
-    target: Tensor
-    count: Tensor
+    units: Tensor
 
     def __init__(self, site: MaskSite) -> None:
         super().__init__()
         self.parameters_read = site.names
-        self.register_buffer("target", torch.tensor(UNSET))
-        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("units", torch.tensor([UNSET, 0]))
+
+    @property
+    def target(self) -> Tensor:
+        """How many units are pruned in the end, 0-dim, a view; -1 until the ratios are fixed."""
+        return self.units[0]
+
+    @property
+    def count(self) -> Tensor:
+        """How many units are pruned now, 0-dim, a view."""
+        return self.units[1]
 
     @property
     def allocated(self) -> bool:

@@ -21,9 +21,6 @@ from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
 from pdp_fx.spec import Channels, PruneSpec, Rule
 
-FOLLOWING = re.compile(r"(^|\.)masks\.\w+\.(count|tau_bits)$")
-"""What follows from the rest of the state."""
-
 
 class Pruner(nn.Module):
     """What `prepare` adds to a model, besides the mask nodes.
@@ -182,8 +179,8 @@ def _refuse_other_targets(
 ) -> None:
     """Add to the errors of a load_state_dict that the checkpoint was trained for another target."""
     pruner, errors = cast(Pruner, module), rest[-1]
-    keys = {name: f"{prefix}masks.{name}.target" for name in pruner.masks}
-    targets = {name: state[key] for name, key in keys.items() if key in state and not state[key].is_meta}
+    keys = {name: f"{prefix}masks.{name}.units" for name in pruner.masks}
+    targets = {name: state[key][0] for name, key in keys.items() if key in state and not state[key].is_meta}
     uniform = pruner.spec.allocation == "uniform"
     for reason in other_targets(pruner.mask_items(), pruner.rules, uniform, targets):
         errors.append(
@@ -204,7 +201,5 @@ def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
 
 
 def _advance_masks(module: nn.Module, incompatible: Any) -> None:
-    """Bring the counts in line with the targets and the counter; a checkpoint may go without them."""
-    missing: list[str] = incompatible.missing_keys
-    missing[:] = [key for key in missing if not FOLLOWING.search(key)]
+    """Bring the counts in line with the targets and the counter."""
     cast(Pruner, module).advance_masks()

@@ -78,17 +78,6 @@ def test_a_state_dict_goes_through_a_file_that_holds_tensors_only(rule: Rule, tm
 
 
 @every_rule
-def test_counts_follow_from_a_checkpoint_without_them(rule: Rule) -> None:
-    model = prepared(rule)
-    optimizer = sgd(model)
-    for seed in range(3):
-        training_step(model, optimizer, seed)
-    again = prepared(rule)
-    again.load_state_dict({k: v for k, v in model.state_dict().items() if not k.endswith(".count")})
-    assert pruned_counts(again) == pruned_counts(model)
-
-
-@every_rule
 def test_a_dense_checkpoint_loads_strictly_and_back(rule: Rule) -> None:
     torch.manual_seed(5)
     dense = Net()
@@ -189,7 +178,7 @@ def test_a_checkpoint_is_hardly_larger_than_the_dense_one(rule: Rule) -> None:
     model = pdp_fx.prepare(dense, PruneSpec(rule), torch.ones(2, 116))
     assert len(state(model).masks) >= 19
     added = _bytes(model.state_dict()) - _bytes(dense.state_dict())
-    assert added < 0.012 * _bytes(dense.state_dict())
+    assert added < 0.01 * _bytes(dense.state_dict())
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:
