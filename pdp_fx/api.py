@@ -29,6 +29,7 @@ from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace
+from pdp_fx.tracing.preserve import unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -66,20 +67,21 @@ def prepare(
     _refuse_unfit(model, spec)
     inputs = normalised(example_inputs)
     watch = LabelWatch(spec)
-    gm = trace(model, example_inputs, watch)
-    if hasattr(gm, CHILD):
-        raise StateError(
-            f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it"
-        )
-    _part_from(gm, model)
-    pruner = Pruner(spec, inputs)
-    gm.add_submodule(CHILD, pruner)
-    ctx = Context(spec, inputs, dict(named_modules(model)))
-    ctx.put(pruner)
-    ctx.put(watch)
-    if watch.record is not None and watch.sites is not None:
-        ctx.put(watch.sites)
-    PREPARE.run(gm, ctx, on_pass)
+    with unwritten(model):
+        gm = trace(model, example_inputs, watch)
+        if hasattr(gm, CHILD):
+            raise StateError(
+                f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it"
+            )
+        _part_from(gm, model)
+        pruner = Pruner(spec, inputs)
+        gm.add_submodule(CHILD, pruner)
+        ctx = Context(spec, inputs, dict(named_modules(model)))
+        ctx.put(pruner)
+        ctx.put(watch)
+        if watch.record is not None and watch.sites is not None:
+            ctx.put(watch.sites)
+        PREPARE.run(gm, ctx, on_pass)
     _keep_findings(gm, pruner, ctx)
     pruner.to(_device(model))
     pruner.train(model.training)

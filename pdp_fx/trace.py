@@ -25,7 +25,7 @@ from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
@@ -68,6 +68,7 @@ def trace(
         torch.inference_mode(False),
         torch.enable_grad(),
         replaced(functional, "_verify_batch_size", _accept),
+        unwritten(model),
     ):
         findings = Findings()
         gm = _traced(model, example, findings, watch)

@@ -39,6 +39,7 @@ class Origins:
     def __init__(self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
         self._attributes = {id(tensor): Attribute(path) for path, tensor in named}
+        self._stored = {storage_of(tensor) for _, tensor in named}
         self._watch = watch
         self._alias = alias
         self._values = WeakTensorKeyDictionary()
@@ -149,7 +150,7 @@ class Origins:
         return observed or not returned
 
     def _is_seen_elsewhere(self, tensor: torch.Tensor) -> bool:
-        if id(tensor) in self._attributes or id(tensor) in self._constants:
+        if storage_of(tensor) in self._stored or id(tensor) in self._constants:
             return True
         maker = root(self._values.get(tensor))
         if maker is not None and maker.op == "placeholder":

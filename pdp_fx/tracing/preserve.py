@@ -8,8 +8,9 @@ plain lists and dicts that modules hold, and the random number generators of tor
 import operator
 import random
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,12 @@ from torch import nn
 
 # Hooks are in an OrderedDict, caches in anything.
 _CONTAINERS = (dict, list, set, deque)
+
+Values = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, each with a copy of what it held."""
+
+_KEPT: ContextVar[Values] = ContextVar("parameters", default=())
+"""The parameters that an `unwritten` block around this one keeps."""
 
 
 @contextmanager
@@ -31,7 +38,27 @@ def preserved(*models: nn.Module) -> Generator[None, None, None]:
     finally:
         for item in saved:
             item.restore()
+        _put_back(_KEPT.get())
         _set_generators(generators)
+
+
+@contextmanager
+def unwritten(model: nn.Module) -> Generator[None, None, None]:
+    """Put the values of a model's parameters back at the end: its runs may write to its own weights.
+
+    An embedding with a largest norm does so, and code that clamps or normalises weights ahead of their use.
+    Inside the block, `preserved` puts them back, too. The copy is made once, however blocks are nested.
+    """
+    if _KEPT.get():
+        yield
+        return
+    kept = tuple((tensor, tensor.detach().clone()) for tensor in model.parameters() if not tensor.is_meta)
+    outer = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(outer)
+        _put_back(kept)
 
 
 class _Saved:
@@ -65,10 +92,7 @@ class _Saved:
                 _refill(container, content)
             elif container:
                 container.clear()
-        with torch.no_grad():
-            for buffer, value in self.buffers:
-                if not _same(buffer, value):
-                    buffer.copy_(value)
+        _put_back(self.buffers)
         for parameter, wanted in self.gradients:
             if parameter.requires_grad != wanted:
                 parameter.requires_grad_(wanted)
@@ -92,8 +116,11 @@ def _identical(container: Any, content: Any) -> bool:
     return isinstance(container, list | deque) or all(map(operator.is_, container.values(), content.values()))
 
 
-def _same(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    return buffer.shape == value.shape and torch.equal(buffer, value)
+def _put_back(values: Values) -> None:
+    with torch.no_grad():
+        for tensor, value in values:
+            if tensor.shape != value.shape or not torch.equal(tensor, value):
+                tensor.copy_(value)
 
 
 def torch_generators() -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -6,11 +6,12 @@ import torch
 
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.expressions import only_checks, only_unpacks
-from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder
+from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import plain
 from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import Expr, NumberReadError, UnrecordableError, Value, is_data
+from pdp_fx.tracing.watch import storage_of
 
 
 def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -20,6 +21,8 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     if functions.is_setter(function):
         if name == "requires_grad":
             return recorder.function(torch.Tensor.requires_grad_, args, kwargs)
+        if name == "data" and kind_of_tensor(args[0]) == kind_of_tensor(args[1]):
+            return _overwrite(recorder, *args)
         raise UnrecordableError(f"sets the attribute {name} of a tensor")
     if name in functions.SIZES and recorder.origins.is_ragged(args):
         sizes = recorder.run(function, args, kwargs)
@@ -116,6 +119,12 @@ def check(recorder: Recorder, condition: torch.Tensor) -> None:
 def _data(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.data`, which is `tensor.detach()` to a graph."""
     return recorder.function(torch.Tensor.detach, (tensor,), {})
+
+
+def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`, which to a graph is that the tensor's memory is overwritten."""
+    if storage_of(tensor) != storage_of(value):
+        recorder.function(torch.Tensor.copy_, (_data(recorder, tensor), value), {})
 
 
 _READS: dict[str, Call] = {

@@ -243,7 +243,7 @@ class Recorder:
             after = module._buffers.get(name)
             if after is before:
                 continue
-            if before is None or after is None or _kind(before) != _kind(after):
+            if before is None or after is None or kind_of_tensor(before) != kind_of_tensor(after):
                 raise UnrecordableError(f"replaces its buffer {name}", Whole(self.scope.path))
             with self.silent():
                 self.function(
@@ -320,5 +320,6 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def kind_of_tensor(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What another tensor must have in common with one to take its place."""
     return tensor.shape, tensor.dtype, tensor.device

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.trace import trace
-from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.structure import fresh_copy, tensors
 
 Example = Tensor | tuple[Any, ...] | dict[str, Any]
@@ -23,7 +23,7 @@ def call(model: Callable[..., Any], example: Example) -> Any:
 
 def outcome(model: nn.Module, example: Example, training: bool) -> tuple[Any, list[Tensor]]:
     """What a run gives: the output; and its tensors, the buffers, the gradients and the generator's state."""
-    with preserved(model):
+    with unwritten(model), preserved(model):
         model.train(training)
         torch.manual_seed(1)
         output = call(model, example)

@@ -58,6 +58,16 @@ class Counter(Base):
         return self.linear(x - self.mean)
 
 
+class ThroughData(Counter):
+    """Changes buffers and a weight through other tensors that share their memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.data += 1
+        self.mean.detach()[1:].mul_(0.9).add_(x[:, 1:].mean(0), alpha=0.1)
+        self.linear.weight.data.clamp_(-0.2, 0.2)
+        return self.linear(x)
+
+
 class Replaces(Base):
     mean: Tensor
 
@@ -70,12 +80,22 @@ class Replaces(Base):
         return self.linear(x - self.mean)
 
 
-@pytest.mark.parametrize("kind", [InPlace, ThroughView, Mask, Counter])
+@pytest.mark.parametrize("kind", [InPlace, ThroughView, Mask, Counter, ThroughData])
 def test_changes_in_place_happen_in_the_graph(kind: type[Base]) -> None:
     gm = exact(kind(), torch.randn(3, 4), torch.randn(5, 4))
     before = targets(gm)
     gm.graph.eliminate_dead_code()
     assert targets(gm) == before
+
+
+def test_a_weight_that_every_run_changes_is_left_as_it_was() -> None:
+    class Decays(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.9)
+            return self.linear(x)
+
+    assert "mul_" in targets(exact(Decays(), torch.randn(3, 4), torch.randn(5, 4)))
 
 
 def test_a_replaced_buffer_is_overwritten() -> None:
