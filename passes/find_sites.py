@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx, nn
 
@@ -14,6 +14,8 @@ from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import trial
 from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
+from pdp_fx.tracing.functions import acts_in_place
+from pdp_fx.tracing.modes import When
 
 
 @dataclass(frozen=True)
@@ -234,15 +236,31 @@ def layers_in(gm: fx.GraphModule, node: fx.Node) -> list[nn.Module]:
     return [layer for layer in module.modules() if kind_of(layer) is not None]
 
 
+def _is_passed_on(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Whether ``node`` is a module that a function is given, other than to read an attribute."""
+    if node.op != "get_attr" or not isinstance(_attribute(gm, str(node.target)), nn.Module):
+        return False
+    return any(user.target is not getattr for user in node.users)
+
+
 def _attribute(gm: fx.GraphModule, target: str) -> object:
     owner, _, name = target.rpartition(".")
     return getattr(gm.get_submodule(owner), name)
 
 
 def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> set[str]:
-    """Parameters that a module uses inside itself, where no mask can be put."""
+    """Parameters that no mask can be put on: used inside a module, or written to as the model runs.
+
+    A module that is called in one mode only is given to the function that calls it.
+    """
     found: set[str] = set()
     for node in gm.graph.nodes:
+        if acts_in_place(node):
+            written: Any = node.args[int(isinstance(node.target, When))]
+            if written.op == "get_attr":
+                found.add(names[id(_attribute(gm, str(written.target)))])
+        if _is_passed_on(node, gm):
+            found |= {names[id(tensor)] for tensor in gm.get_submodule(str(node.target)).parameters()}
         if node.op != "call_module":
             continue
         module = gm.get_submodule(str(node.target))

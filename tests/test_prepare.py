@@ -309,6 +309,34 @@ def test_a_model_that_writes_to_its_input_and_its_buffers_is_left_as_it_was(rule
     torch.testing.assert_close(converted(x.clone()), prepared.eval()(x.clone()), rtol=1e-5, atol=1e-6)
 
 
+class Clamped(nn.Module):
+    """Clamps a weight ahead of its use; in it the table keeps its rows short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 8, max_norm=0.1)
+        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.fc.weight.clamp_(-0.1, 0.1)
+        return self.out(functional.relu(self.fc(self.table(x))))
+
+
+@every_rule
+def test_a_model_that_writes_to_its_weights_is_left_as_it_was_and_goes_on_writing(rule: Rule) -> None:
+    model, x = Clamped(), torch.arange(3)
+    before, wanted = snapshot(model), Clamped()
+    prepared = pdp_fx.prepare(model, at_once(rule), x)
+    assert_unchanged(model, before)
+    wanted.load_state_dict(model.state_dict())
+    assert torch.equal(prepared(x), wanted(x))
+    torch.testing.assert_close(model.state_dict(), wanted.state_dict(), rtol=0, atol=0)
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    torch.testing.assert_close(converted(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -342,6 +370,23 @@ def test_without_example_inputs_weights_can_be_pruned() -> None:
         assert state(prepared).channels is None
         pdp_fx.step(prepared)
         assert difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-5
+
+
+@every_rule
+def test_a_layer_that_only_eval_mode_uses_is_kept(rule: Rule) -> None:
+    class Calibrated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.fc(x)
+            return self.out(functional.relu(x if self.training else self.norm(x)))
+
+    prepared = pdp_fx.prepare(Calibrated(), at_once(rule), torch.randn(3, 8))
+    pdp_fx.step(prepared)
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(pdp_fx.convert(prepared)(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)
 
 
 def test_no_trainable_parameter_is_added_and_masks_train() -> None:
