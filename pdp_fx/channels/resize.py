@@ -20,6 +20,8 @@ from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
+from pdp_fx.computed_weights import sources_of
+from pdp_fx.tracing.writer import CONSTANT
 
 REPEATS: frozenset[Any] = frozenset({
     torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat",
@@ -116,6 +118,8 @@ def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) 
     """Follow sizes of labelled axes through arithmetic; note where they enter a computation."""
     carried = [entry for source in node.all_input_nodes for entry in flow.record.taint.get(source.name, [])]
     leaves = tree_leaves(result)
+    if _is_constant_number(node, result):
+        flow.record.numbers[node.name] = int(result)
     if any(isinstance(leaf, Tensor) for leaf in leaves):
         if node.op != "output" and not resized:
             for _, axis, ids in carried:
@@ -128,6 +132,14 @@ def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) 
         found = _numbers_of(node, flow, carried)
         if found:
             flow.record.taint[node.name] = found
+
+
+def _is_constant_number(node: fx.Node, result: Any) -> bool:
+    """Whether a node gives a whole number in a tensor that nothing changes: neither inputs nor training."""
+    if not isinstance(result, Tensor) or result.ndim or result.is_floating_point() or result.is_complex():
+        return False
+    roots = [source for source in sources_of(node) if not source.all_input_nodes]
+    return all(root.op == "get_attr" and str(root.target).startswith(CONSTANT) for root in roots)
 
 
 def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[Tainted]:

@@ -46,10 +46,15 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     several = [part for part in parts if _is_index(part) or _is_tensor(part, record)]
     known = (int, slice, fx.Node)
     plain = all(p is None or p is Ellipsis or isinstance(p, known) or _is_index(p) for p in parts)
+    plain = plain and not any(_is_tensor(bound, record) for part in parts for bound in _bounds(part))
     if len(values) != 1 or not plain or len(several) > 1:
         return False
     picked = {axis for place, axis in _placed(parts, len(values[0].shape)) if _picks(parts[place])}
     return all(distinct(layer.ids) for layer in values[0].layers if layer.support & picked)
+
+
+def _bounds(part: Any) -> tuple[Any, ...]:
+    return (part.start, part.stop, part.step) if isinstance(part, slice) else ()
 
 
 def _picks(part: Any) -> bool:
@@ -72,7 +77,7 @@ def subscript(node: fx.Node, job: Job) -> None:
     source = job.source
     for place, axis in _placed(parts, len(source.value.shape)):
         part = parts[place]
-        bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else (part,)
+        bounds = _bounds(part) or (part,)
         if not source.changes(axis) and not any(
             getattr(bound, "name", "") in job.changing for bound in bounds
         ):

@@ -27,6 +27,9 @@ _CHANGES_STATE = (
     torch._assert,
 )
 
+CONSTANT = "_tensor_constant"
+"""How the names of tensors begin that were made before the run, or of numbers."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -100,7 +103,7 @@ class Writer:
         for known, name in self._constants:
             if known is tensor or _equal(known, tensor):
                 return self.attribute(name)
-        name = self._free_name("_tensor_constant")
+        name = self._free_name(CONSTANT)
         self.tree.register_buffer(name, tensor, persistent=False)
         self._constants.append((tensor, name))
         return self.attribute(name)

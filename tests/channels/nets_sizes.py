@@ -330,6 +330,34 @@ class PlacesOfItsOwn(nn.Module):
         return self.head(F.relu(self.stem(x) + self.table(places)))
 
 
+class HalvesByConstant(nn.Module):
+    """Where the halves part is a number in a tensor, as TorchScript wants it (WaveGlow, VITS)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 16), nn.Linear(8, 5)
+
+    def place(self) -> Tensor:
+        return torch.IntTensor([8])[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, place = self.stem(x), self.place()
+        return self.head(torch.tanh(x[..., :place]) * torch.sigmoid(x[..., place:]))
+
+
+class HalvesByBuffer(HalvesByConstant):
+    """A checkpoint may bring another number."""
+
+    width: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("width", torch.tensor(8))
+
+    def place(self) -> Tensor:
+        return self.width
+
+
 SIZES = (
     Construct(DividedByWidth, images(), removed=3, reason="how many of these channels"),
     Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
@@ -360,4 +388,6 @@ SIZES = (
     Construct(UnusedLayer, images(), removed=7),
     Construct(LogProbabilities, sequences(), removed=4),
     Construct(PlacesOfItsOwn, sequences(), removed=8),
+    Construct(HalvesByConstant, sequences(), removed=8),
+    Construct(HalvesByBuffer, sequences(), reason="is told sizes or positions"),
 )
