@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from pdp_fx.channels.flow import LabelFlow, rule
-from pdp_fx.channels.labels import Layer
+from pdp_fx.channels.labels import Layer, shaped
 from pdp_fx.channels.record import Call
+from pdp_fx.channels.rules_compute import axis_layer
 from pdp_fx.channels.rules_joining import tie_across
 
 aten = torch.ops.aten
@@ -39,6 +40,30 @@ def gather(call: Call, flow: LabelFlow) -> None:
     """Every element is picked by its own index, along one axis."""
     source, axis, index = call.args[:3]
     _chosen(call, axis, [source], [index], flow)
+
+
+@rule(aten.diagonal)
+def diagonal(call: Call, flow: LabelFlow) -> None:
+    """Of both axes the same places go, or none: a diagonal beside the main one would move."""
+    source, result = call.args[0], call.result
+    first, second = (int(call.argument(at + 1, f"dim{at}", at - 1)) % source.ndim for at in (1, 2))
+    both = frozenset({first, second})
+    ends = [layer for axis in (first, second) if (layer := axis_layer(source, axis, flow)) is not None]
+    layers: list[Layer] = []
+    if len(ends) == 2 and call.result.shape[-1] == source.shape[first] == source.shape[second]:
+        flow.tie(ends[0].ids.reshape(-1), ends[1].ids.reshape(-1))
+        needs = tuple(layer for layer in ends if layer.all_zero)[:1] or tuple(ends)
+        zero = torch.stack([layer.zero.reshape(-1) for layer in ends]).any(dim=0)
+        ids = shaped(ends[0].ids.reshape(-1), result.ndim - 1, result.ndim)
+        layers.append(Layer(ids, shaped(zero, result.ndim - 1, result.ndim), needs))
+    else:
+        ends = []
+    for layer in flow.layers(source):
+        moved = None if layer in ends else flow.without(layer, both, "a diagonal runs across these channels")
+        if moved is not None:
+            ids, zero = (labels.diagonal(0, first, second) for labels in (moved.ids, moved.zero))
+            layers.append(Layer(ids, zero, (moved,)))
+    flow.put(result, layers)
 
 
 def _chosen(call: Call, axis: int, values: list[Tensor], indices: list[Tensor], flow: LabelFlow) -> None:

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 SIZED = frozenset({
     aten.index_select, aten.index, aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias,
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk,
-    aten.repeat, aten.unfold, aten.roll, aten.diagonal, aten.pixel_shuffle, aten.pixel_unshuffle,
+    aten.repeat, aten.unfold, aten.roll, aten.pixel_shuffle, aten.pixel_unshuffle,
     aten.channel_shuffle, aten.expand, aten.constant_pad_nd,
 })  # fmt: skip
 """Operations that are told sizes, positions or counts, which may be those of a channel axis."""
@@ -32,7 +32,7 @@ SIZED = frozenset({
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand,
     aten.squeeze, aten.unsqueeze, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
     aten.flip, aten.roll, aten.unfold, aten.pixel_unshuffle, aten.repeat, aten.clone, aten.detach,
-    aten.alias, aten._to_copy, aten.narrow, aten.diagonal, aten.lift_fresh, aten.contiguous, aten.movedim,
+    aten.alias, aten._to_copy, aten.narrow, aten.lift_fresh, aten.contiguous, aten.movedim,
     aten._reshape_alias, aten.chunk, aten.index_select, aten.index,
 )  # fmt: skip
 def layout(call: Call, flow: LabelFlow) -> None:

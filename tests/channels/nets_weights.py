@@ -309,6 +309,23 @@ class OrthogonalWeight(nn.Module):
         return self.head(F.relu(self.hidden(x)))
 
 
+class DiagonalOfMatrix(nn.Module):
+    """A scale of channels on the diagonal of a matrix, which is square with fewer channels, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.matrix = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.einsum("bti,ii->bti", self.stem(x), self.matrix))
+
+
+class SecondDiagonal(DiagonalOfMatrix):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.pad(self.stem(x)[..., 1:] * self.matrix.diagonal(1), (0, 1)))
+
+
 WEIGHTS = (
     Construct(LowRankAdapter, sequences(), removed=4),
     Construct(SumOfKernels, images(), removed=7),
@@ -331,4 +348,6 @@ WEIGHTS = (
     Construct(MixedKernels, images(), removed=4),
     Construct(ParameterTables, sequences(), removed=8),
     Construct(InterpolatedPositions, images(), removed=8),
+    Construct(DiagonalOfMatrix, sequences(), removed=8),
+    Construct(SecondDiagonal, sequences(), reason="mul joins these channels"),
 )
