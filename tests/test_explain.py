@@ -87,7 +87,7 @@ def test_every_kept_channel_names_its_node_line_reason_and_remedy() -> None:
     kept = {entry.group: entry for entry in explained(Refusing(), HALF, 2, 3, 4, 4).kept}
     assert list(kept) == ["sorted", "added", "head"]
     assert (kept["sorted"].width, kept["sorted"].nodes) == (4, ("sort",))
-    assert kept["sorted"].why == "no channel rule for sort"
+    assert kept["sorted"].why == "sort runs over these channels"
     assert re.fullmatch(r"test_explain\.py:\d+", kept["sorted"].sources[0])
     assert kept["added"].why == "add joins these channels with values that have none"
     assert kept["added"].remedy == "free what keeps those values, or give them a layer of their own"

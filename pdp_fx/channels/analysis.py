@@ -25,6 +25,7 @@ from pdp_fx.channels import (
     rules_layout,
     rules_norm,
     rules_regions,
+    rules_slices,
     rules_weights,
 )
 from pdp_fx.channels.channel_map import ChannelMap
@@ -50,6 +51,7 @@ RULE_MODULES = (
     rules_layout,
     rules_norm,
     rules_regions,
+    rules_slices,
     rules_weights,
 )
 """Imported so that their rules are registered."""

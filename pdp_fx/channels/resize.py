@@ -39,7 +39,7 @@ SIZE_FREE: frozenset[Any] = REPEATS | LIKE_ANOTHER | frozenset({
     "contiguous", torch.cosine_similarity, torch.pixel_shuffle,
     torch.pixel_unshuffle, torch.channel_shuffle, torch.outer, "type_as", operator.mul, operator.add,
     operator.sub, operator.truediv, torch.where, torch.rms_norm, "unsqueeze", torch.softmax, torch.unbind,
-    "unbind", "flip", torch.flip,
+    "unbind", "flip", torch.flip, getattr, torch.real, torch.imag,
 })  # fmt: skip
 """Functions and methods that are told no size of a channel axis."""
 

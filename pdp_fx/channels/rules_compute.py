@@ -202,6 +202,29 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, 
     flow.put(call.result, layers)
 
 
+@rule(aten.mv)
+def mv(call: Call, flow: LabelFlow) -> None:
+    """A product of a matrix and a vector."""
+    matrix, vector = call.args
+    for layer in flow.layers(matrix):
+        if len(layer.support) > 1:
+            flow.freeze(layer.ids, "it lies along both axes of a matrix")
+    consume(axis_layer(matrix, 1, flow), axis_layer(vector, 0, flow), flow)
+    rows = axis_layer(matrix, 0, flow)
+    if rows is not None:
+        flow.produce(rows, matrix, vector)
+    weight, data = (vector, matrix) if flow.is_stored(vector) else (matrix, vector)
+    flow.contract(weight, data, data.numel() // vector.numel(), None)
+    flow.put(call.result, [] if rows is None else [_placed(rows, 0, 1)])
+
+
+@rule(aten.dot, aten.vdot)
+def dot(call: Call, flow: LabelFlow) -> None:
+    """A product of two vectors."""
+    consume(axis_layer(call.args[0], 0, flow), axis_layer(call.args[1], 0, flow), flow)
+    flow.put(call.result, ())
+
+
 @rule(aten.embedding)
 def embedding(call: Call, flow: LabelFlow) -> None:
     """A table's columns are new channels; its entries stay."""

@@ -35,6 +35,13 @@ def scatter(call: Call, flow: LabelFlow) -> None:
         flow.put(call.result, ())
 
 
+@rule(aten.scatter_reduce, aten.scatter_reduce_)
+def scatter_reduce(call: Call, flow: LabelFlow) -> None:
+    """As `scatter`, and what meets at one place is reduced: nothing but zeros gives 0, whatever the way."""
+    into, axis, index, source = call.args[:4]
+    _chosen(call, axis, [into, source], [index], flow)
+
+
 @rule(aten.gather)
 def gather(call: Call, flow: LabelFlow) -> None:
     """Every element is picked by its own index, along one axis."""

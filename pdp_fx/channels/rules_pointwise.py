@@ -22,7 +22,9 @@ aten = torch.ops.aten
 
 BARE_REMEDY = "free what keeps those values, or give them a layer of their own"
 
-UNTAGGED = frozenset({aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_})
+UNTAGGED = frozenset({
+    aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_, aten.complex, aten.polar,
+})  # fmt: skip
 """Pointwise operations that carry no pointwise tag in every supported version of torch."""
 
 

@@ -13,6 +13,7 @@ from tests.channels.nets_regions import REGIONS
 from tests.channels.nets_reshaping import RESHAPING
 from tests.channels.nets_sharing import SHARING
 from tests.channels.nets_sizes import SIZES
+from tests.channels.nets_slices import SLICES
 from tests.channels.nets_unmoved import UNMOVED
 from tests.channels.nets_weights import WEIGHTS
 
@@ -27,6 +28,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *UNMOVED,
     *BORROWED,
     *INDEXING,
+    *SLICES,
     *WEIGHTS,
     *SIZES,
     *REGIONS,

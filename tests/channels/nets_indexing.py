@@ -46,6 +46,15 @@ class MessagesOfWrittenSize(Messages):
         return x.new_zeros(x.shape[0], 5, 8).scatter_add(1, index, told)
 
 
+class LargestMessage(Messages):
+    """What meets at one token is reduced."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        index = self.targets.view(1, -1, 1).expand(told.shape)
+        largest = torch.zeros_like(x).scatter_reduce(1, index, told, "amax")
+        return largest + torch.zeros_like(x).scatter_reduce(1, index, told, "mean", include_self=False)
+
+
 class LastMessage(Messages):
     def summed(self, x: Tensor, told: Tensor) -> Tensor:
         index = self.targets[:5].view(1, -1, 1).expand(x.shape)
@@ -86,9 +95,10 @@ INDEXING = (
     Construct(MessagesInPlace, sequences(), removed=11),
     Construct(MessagesScattered, sequences(), removed=11),
     Construct(MessagesOfWrittenSize, sequences(), removed=11),
+    Construct(LargestMessage, sequences(), removed=11),
     Construct(LastMessage, sequences(), removed=11),
     Construct(NumbersScattered, sequences(), removed=3, reason="chosen by an index"),
     Construct(BestToken, sequences(), removed=11),
-    Construct(BestOfEachChannel, sequences(), removed=3),
+    Construct(BestOfEachChannel, sequences(), removed=11),
     Construct(GatheredAlongChannels, sequences(), removed=3, reason="chosen by an index"),
 )

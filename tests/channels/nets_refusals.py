@@ -235,7 +235,7 @@ class DeformableConv(Between):
 
 class FourierChannels(Between):
     def act(self, x: Tensor) -> Tensor:
-        return torch.fft.fft2(x).abs()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return torch.fft.fft(x, dim=1).abs()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
 class WrittenInPlace(Between):
@@ -413,12 +413,12 @@ REFUSALS = (
     Construct(DataDependentChoice, images(), removed=3, reason="data"),
     Construct(MeanOverChannels, images(), removed=3, reason="amax runs over these channels"),
     Construct(ConvOverChannels, images(), removed=3, reason="convolution sweeps"),
-    Construct(CumsumOverChannels, images(), removed=3, reason="no channel rule for cumsum"),
-    Construct(SortedChannels, images(), removed=3, reason="no channel rule for sort"),
-    Construct(TopChannels, images(), removed=3, reason="no channel rule for topk"),
+    Construct(CumsumOverChannels, images(), removed=3, reason="cumsum runs over these channels"),
+    Construct(SortedChannels, images(), removed=3, reason="sort runs over these channels"),
+    Construct(TopChannels, images(), removed=3, reason="topk runs over these channels"),
     Construct(VarianceOverChannels, images(), removed=3, reason="var runs over these channels"),
     Construct(DeformableConv, images(), removed=3, reason="no channel rule for deform_conv2d"),
-    Construct(FourierChannels, images(), removed=3, reason="no channel rule for _fft"),
+    Construct(FourierChannels, images(), removed=3, reason="fft_r2c runs over these channels"),
     Construct(WrittenInPlace, images(), removed=3, reason="written to in place through a view"),
     Construct(TemporalShift, images(), removed=3, reason="in place through a view"),
     Construct(

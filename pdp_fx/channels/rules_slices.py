@@ -1,0 +1,82 @@
+"""Operations that treat every slice along some axes by itself: running sums, sorting, Fourier transforms.
+
+Channels along other axes keep to themselves, and those along such an axis stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdp_fx.channels.flow import LabelFlow, rule
+from pdp_fx.channels.labels import Layer
+from pdp_fx.channels.record import Call
+from pdp_fx.tracing.structure import tensors
+
+aten = torch.ops.aten
+
+NEVER_ZERO = frozenset({aten.logcumsumexp, aten.logsumexp})
+"""Those that make something else of a slice of zeros."""
+
+
+@rule(
+    aten.cumsum, aten.cumsum_, aten.cumprod, aten.cumprod_, aten.cummax, aten.cummin, aten.sort, aten.topk,
+    aten.kthvalue, aten.median, aten.nanmedian, aten.mode, aten.argmax, aten.argmin, aten.argsort,
+    aten.logcumsumexp, aten.logsumexp, aten._fft_r2c, aten._fft_c2r, aten._fft_c2c,
+)  # fmt: skip
+def slices(call: Call, flow: LabelFlow) -> None:
+    """Keep the channels along other axes; the places in a slice that are returned beside it are never 0."""
+    source: Tensor = call.args[0]
+    axes, packet = _axes(call), call.func.overloadpacket
+    why = f"{packet.__name__.removeprefix('_')} runs over these channels"
+    moved = [flow.without(layer, axes, why) for layer in flow.layers(source)]
+    for result in tensors(call.result):
+        vanishes = packet not in NEVER_ZERO and (result.is_floating_point() or result.is_complex())
+        gone = axes if result.ndim < source.ndim else frozenset[int]()
+        flow.put(result, [_sliced(layer, gone, vanishes) for layer in moved if layer is not None])
+
+
+def _axes(call: Call) -> frozenset[int]:
+    """The axes that an operation runs along: those it names, its default, or all."""
+    arguments = call.func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), call.args, strict=False)) | call.kwargs
+    default = {argument.name: argument.default_value for argument in arguments}
+    named: Any = given.get("dim", default.get("dim"))
+    ndim = call.args[0].ndim
+    listed = range(ndim) if named is None else [named] if isinstance(named, int) else named
+    return frozenset(axis % ndim for axis in listed)
+
+
+def _sliced(layer: Layer, gone: frozenset[int], vanishes: bool) -> Layer:
+    shape = [size for axis, size in enumerate(layer.ids.shape) if axis not in gone]
+    zero = layer.zero if vanishes else torch.zeros_like(layer.zero)
+    return Layer(layer.ids.reshape(shape), zero.reshape(shape), (layer,))
+
+
+@rule(aten._conj, aten.resolve_conj, aten._neg_view, aten.resolve_neg)
+def other_form(call: Call, flow: LabelFlow) -> None:
+    """The same numbers in memory, or their conjugates."""
+    flow.put(call.result, [Layer(layer.ids, layer.zero, (layer,)) for layer in flow.layers(call.args[0])])
+
+
+@rule(aten.view_as_complex)
+def view_as_complex(call: Call, flow: LabelFlow) -> None:
+    """The two numbers of the last axis become one."""
+    source: Tensor = call.args[0]
+    last = frozenset({source.ndim - 1})
+    moved = [
+        flow.without(layer, last, "these channels are the two parts of complex numbers")
+        for layer in flow.layers(source)
+    ]
+    flow.put(call.result, [_sliced(layer, last, True) for layer in moved if layer is not None])
+
+
+@rule(aten.view_as_real)
+def view_as_real(call: Call, flow: LabelFlow) -> None:
+    """A number becomes two, which vanish with it."""
+    layers = flow.layers(call.args[0])
+    flow.put(
+        call.result, [Layer(layer.ids.unsqueeze(-1), layer.zero.unsqueeze(-1), (layer,)) for layer in layers]
+    )
