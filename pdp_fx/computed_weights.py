@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from pdp_fx.channels.record import StandIn
 from pdp_fx.channels.running import evaluating
 from pdp_fx.tracing.functions import acts_in_place
+from pdp_fx.tracing.modes import When
 
 Values = dict[str, Tensor]
 
@@ -85,10 +86,11 @@ class Standing:
         self._gm, self._names = gm, names
         self._readers: dict[str, list[fx.Node]] = {}
         self._overwritten: set[fx.Node] = set()
+        self._idle = idle_in_eval(gm.graph)
         for node in gm.graph.nodes:
             for name in self._read_by(node):
                 self._readers.setdefault(name, []).append(node)
-            if acts_in_place(node):
+            if acts_in_place(node) and node not in self._idle:
                 self._overwritten.update(node.all_input_nodes)
 
     def stand_in(self, weight: fx.Node, needed: bool) -> StandIn | None:
@@ -113,13 +115,13 @@ class Standing:
 
     def _only_serves(self, name: str, sources: list[fx.Node]) -> bool:
         """Whether all that reads a tensor, at once or through other nodes, only serves the last source."""
-        serving = set(self._readers[name])
+        serving = set(self._readers[name]) - self._idle
         if any(node.op != "get_attr" for node in serving):
             return False
         for node in sources[:-1]:
             if not serving.isdisjoint(node.all_input_nodes):
                 serving.add(node)
-        inside = set(sources)
+        inside = self._idle.union(sources)
         return serving <= inside and all(user in inside for node in serving for user in node.users)
 
     def _read_by(self, node: fx.Node) -> dict[str, Tensor]:
@@ -134,6 +136,21 @@ class Standing:
             for each in held
             if isinstance(each, Tensor) and id(each) in self._names
         }
+
+
+def idle_in_eval(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that do nothing in eval mode: steps of training, as power iterations, and what they read."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        serves = bool(node.users) and found.issuperset(node.users)
+        if _only_trains(node) or (serves and not node.is_impure() and not acts_in_place(node)):
+            found.add(node)
+    return found
+
+
+def _only_trains(node: fx.Node) -> bool:
+    flag: Any = node.args[0] if isinstance(node.target, When) else None
+    return isinstance(flag, fx.Node) and flag.target is getattr and str(flag.args[1]) == "training"
 
 
 def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:

@@ -224,6 +224,14 @@ class SpectralNorm(nn.Module):
         return self.head(F.relu(self.conv(F.relu(self.stem(x)))))
 
 
+class SpectralNormByHook(SpectralNorm):
+    """The older way: a hook computes the weight, and its power iteration runs in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.utils.spectral_norm(nn.Conv2d(8, 6, 3))
+
+
 class StandardisedWeight(nn.Module):
     """Mean and deviation of a row's weights are taken over its columns."""
 
@@ -341,6 +349,7 @@ WEIGHTS = (
     Construct(SafeUnitRows, sequences(), removed=4),
     Construct(OrthogonalWeight, sequences(), removed=4),
     Construct(SpectralNorm, images(), removed=7),
+    Construct(SpectralNormByHook, images(), removed=7),
     Construct(StandardisedWeight, images(), removed=7),
     Construct(NormFreeBlock, images(), removed=8),
     Construct(StandardisedBeforeGroups, images(), removed=8),
