@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from pdp_fx.channels.labels import Layer, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import axis_layer
 from pdp_fx.channels.rules_joining import tie_across
+from pdp_fx.channels.rules_pointwise import lift
 
 aten = torch.ops.aten
 
@@ -73,6 +76,42 @@ def diagonal(call: Call, flow: LabelFlow) -> None:
     flow.put(result, layers)
 
 
+@rule(aten.index_put, aten.index_put_, aten._index_put_impl_)
+def index_put(call: Call, flow: LabelFlow) -> None:
+    """Whole slices are written where one index or mask says, as experts write their tokens."""
+    into, indices, values = call.args[:3]
+    chosen = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    flow.freeze_all([index for _, index in chosen], CHOSEN)
+    if len(chosen) != 1:
+        flow.freeze_all([into, values], CHOSEN)
+        flow.put(call.result, ())
+        return
+    axis, index = chosen[0]
+    taken, given = (index.ndim, 1) if index.dtype in (torch.bool, torch.uint8) else (1, index.ndim)
+    mine = _without_axes(list(flow.layers(into)), axis, taken, flow)
+    lifted = lift(flow.layers(values), into.ndim - taken + given)
+    theirs = [_with_axes(layer, axis, given, taken) for layer in _without_axes(lifted, axis, given, flow)]
+    flow.put(call.result, [_all_zero(merged, 2) for merged in tie_across([mine, theirs], flow)])
+
+
+def _without_axes(layers: Iterable[Layer], axis: int, count: int, flow: LabelFlow) -> list[Layer]:
+    kept = [flow.without(layer, frozenset(range(axis, axis + count)), CHOSEN) for layer in layers]
+    return [layer for layer in kept if layer is not None]
+
+
+def _with_axes(layer: Layer, axis: int, count: int, instead: int) -> Layer:
+    """The layer with other axes in the place of ``count`` along which it does not change."""
+    shape = [*layer.ids.shape[:axis], *([1] * instead), *layer.ids.shape[axis + count :]]
+    return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,))
+
+
+def _all_zero(merged: Layer, count: int) -> Layer:
+    """The layer of what is put together from several: 0 where the first ``count`` of them are."""
+    made_of = merged.needs[:count]
+    zero = torch.stack(torch.broadcast_tensors(*(layer.zero for layer in made_of))).all(dim=0)
+    return Layer(merged.ids, zero, made_of)
+
+
 def _chosen(call: Call, axis: int, values: list[Tensor], indices: list[Tensor], flow: LabelFlow) -> None:
     """Tie the labels of all operands along the other axes; zeros are those of the values."""
     axis %= max(call.result.ndim, 1)
@@ -87,9 +126,4 @@ def _chosen(call: Call, axis: int, values: list[Tensor], indices: list[Tensor], 
         for tensor in operands
     ]
     across = [[layer for layer in layers if layer is not None] for layers in kept]
-    layers: list[Layer] = []
-    for merged in tie_across(across, flow):
-        made_of = merged.needs[: len(values)]
-        zero = torch.stack(torch.broadcast_tensors(*(layer.zero for layer in made_of))).all(dim=0)
-        layers.append(Layer(merged.ids, zero, made_of))
-    flow.put(call.result, layers)
+    flow.put(call.result, [_all_zero(merged, len(values)) for merged in tie_across(across, flow)])

@@ -54,8 +54,26 @@ def layout(call: Call, flow: LabelFlow) -> None:
     if call.func.overloadpacket is aten.expand:
         moved[0].extend(_broadcast(source, call.result, flow))
     for result, layers in zip(results, moved, strict=True):
+        _keep_emptied(source, result, flow)
         flow.put(result, _without_overlap(layers, flow))
 
+
+def _keep_emptied(source: Tensor, result: Tensor, flow: LabelFlow) -> None:
+    """Keep the channels of which nothing is left to follow, as where an index has found nothing."""
+    if result.numel() or not source.numel():
+        return
+    same = result.ndim == source.ndim
+    emptied = frozenset(axis for axis, size in enumerate(result.shape) if not size and same)
+    for layer in flow.layers(source):
+        if not layer.support <= emptied:
+            flow.freeze(layer.ids, *EMPTIED)
+
+
+EMPTIED = (
+    "nothing of these channels is left on the example inputs",
+    "give example inputs of which something is",
+)
+"""Why channels stay that go into an empty tensor, and what would change it."""
 
 CUTS = frozenset({
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk,

@@ -42,7 +42,7 @@ def pointwise(call: Call, flow: LabelFlow) -> None:
         flow.freeze_all(call.tensors(), f"{call.func} returns several tensors and has no channel rule")
         return
     operands = call.tensors()
-    lifted = [_lift(flow.layers(operand), result.ndim) for operand in operands]
+    lifted = [lift(flow.layers(operand), result.ndim) for operand in operands]
     if not any(lifted):
         flow.put(result, ())
         return
@@ -50,14 +50,14 @@ def pointwise(call: Call, flow: LabelFlow) -> None:
     flow.put(result, [_merge(cluster, call, flow) for cluster in _clusters(lifted)])
 
 
-def _lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:
+def lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:
     """Prepend axes of size 1, as broadcasting does."""
 
-    def lift(layer: Layer) -> Layer:
+    def widened(layer: Layer) -> Layer:
         shape = (1,) * (ndim - layer.ids.ndim) + tuple(layer.ids.shape)
         return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,), free=layer.free)
 
-    return tuple(lift(layer) for layer in layers)
+    return tuple(widened(layer) for layer in layers)
 
 
 def _avoid_bare_values(

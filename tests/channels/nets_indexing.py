@@ -90,6 +90,46 @@ class GatheredAlongChannels(Messages):
         return x.gather(2, order.expand(x.shape))
 
 
+class Experts(nn.Module):
+    """Experts write to the tokens that are theirs; ``largest`` is the last expert that gets any."""
+
+    largest = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[..., 0] > 0).long().clamp(max=self.largest)
+        x = self.stem(x)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            y[mine] = torch.relu(expert(x[mine]))
+        return self.head(x + y)
+
+
+class IdleExpert(Experts):
+    """With no token at all nothing can be said about an expert's channels."""
+
+    largest = 0
+
+
+class WrittenByIndex(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        y[:, self.targets[:2].view(1, 2)] = told[:, :2].unsqueeze(1)
+        return y
+
+
+class WrittenAcrossChannels(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        y = x.clone()
+        y[..., torch.tensor([1, 3])] = told[:, :5, :2]
+        return y
+
+
 INDEXING = (
     Construct(Messages, sequences(), removed=11),
     Construct(MessagesInPlace, sequences(), removed=11),
@@ -101,4 +141,8 @@ INDEXING = (
     Construct(BestToken, sequences(), removed=11),
     Construct(BestOfEachChannel, sequences(), removed=11),
     Construct(GatheredAlongChannels, sequences(), removed=3, reason="chosen by an index"),
+    Construct(Experts, sequences(), removed=12),
+    Construct(IdleExpert, sequences(), reason="nothing of these channels is left"),
+    Construct(WrittenByIndex, sequences(), removed=11),
+    Construct(WrittenAcrossChannels, sequences(), removed=3, reason="chosen by an index"),
 )
