@@ -31,8 +31,15 @@ UNTAGGED = frozenset({
 @cache
 def is_pointwise(func: torch._ops.OpOverload) -> bool:
     """Whether each output element depends on one (broadcast) element of each operand only."""
-    random = torch.Tag.nondeterministic_seeded in func.tags
-    return not random and (torch.Tag.pointwise in func.tags or func.overloadpacket in UNTAGGED)
+    tags = {*func.tags, *_out_of_place(func).tags}
+    random = torch.Tag.nondeterministic_seeded in tags
+    return not random and (torch.Tag.pointwise in tags or func.overloadpacket in UNTAGGED)
+
+
+def _out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The form of an operation that makes a new tensor; some that write in place carry no tags."""
+    packet = getattr(aten, func._opname.removesuffix("_"), None) if func.namespace == "aten" else None
+    return getattr(packet, func._overloadname, func)
 
 
 def pointwise(call: Call, flow: LabelFlow) -> None:

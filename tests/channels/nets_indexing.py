@@ -130,6 +130,15 @@ class WrittenAcrossChannels(Messages):
         return y
 
 
+class NegativesSetToZero(Messages):
+    """A mask of the channels' own values, written in place."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        y = x - 1
+        y[y < 0] = 0
+        return y
+
+
 INDEXING = (
     Construct(Messages, sequences(), removed=11),
     Construct(MessagesInPlace, sequences(), removed=11),
@@ -145,4 +154,5 @@ INDEXING = (
     Construct(IdleExpert, sequences(), reason="nothing of these channels is left"),
     Construct(WrittenByIndex, sequences(), removed=11),
     Construct(WrittenAcrossChannels, sequences(), removed=3, reason="chosen by an index"),
+    Construct(NegativesSetToZero, sequences(), removed=3),
 )
