@@ -25,7 +25,7 @@ from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.preserve import preserved, unwritten
+from pdp_fx.tracing.preserve import all_is_written, preserved, unwritten
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
@@ -185,7 +185,9 @@ def _trace_by_recording(
 def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
     """Record both modes; if that fails because the model itself does, say so."""
     try:
-        return record_both(model, example, findings)
+        recordings = record_both(model, example, findings)
+        all_is_written()
+        return recordings
     except Exception:
         _reference(model, example, training=True)
         raise

@@ -23,8 +23,26 @@ _CONTAINERS = (dict, list, set, deque)
 Values = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, each with a copy of what it held."""
 
-_KEPT: ContextVar[Values] = ContextVar("parameters", default=())
-"""The parameters that an `unwritten` block around this one keeps."""
+
+class _Parameters:
+    """The parameters that an `unwritten` block keeps.
+
+    Attributes:
+        watched: those that runs may write to.
+        written: those that a run has written to.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self.watched = values
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def put_back(self) -> None:
+        """Put back those that were written to."""
+        self.written |= {id(pair[0]): pair for pair in _put_back(self.watched)}
+
+
+_PARAMETERS: ContextVar[_Parameters | None] = ContextVar("parameters", default=None)
+"""Those of the innermost `unwritten` block."""
 
 
 @contextmanager
@@ -38,7 +56,8 @@ def preserved(*models: nn.Module) -> Generator[None, None, None]:
     finally:
         for item in saved:
             item.restore()
-        _put_back(_KEPT.get())
+        if (parameters := _PARAMETERS.get()) is not None:
+            parameters.put_back()
         _set_generators(generators)
 
 
@@ -49,16 +68,25 @@ def unwritten(model: nn.Module) -> Generator[None, None, None]:
     An embedding with a largest norm does so, and code that clamps or normalises weights ahead of their use.
     Inside the block, `preserved` puts them back, too. The copy is made once, however blocks are nested.
     """
-    if _KEPT.get():
+    if _PARAMETERS.get() is not None:
         yield
         return
     kept = tuple((tensor, tensor.detach().clone()) for tensor in model.parameters() if not tensor.is_meta)
-    outer = _KEPT.set(kept)
+    outer = _PARAMETERS.set(_Parameters(kept))
     try:
         yield
     finally:
-        _KEPT.reset(outer)
+        _PARAMETERS.reset(outer)
         _put_back(kept)
+
+
+def all_is_written() -> None:
+    """Say that the runs so far have written to all parameters that runs will write to.
+
+    What others hold need not be looked at after each of the runs to come, only at the end.
+    """
+    if (parameters := _PARAMETERS.get()) is not None:
+        parameters.watched = tuple(parameters.written.values())
 
 
 class _Saved:
@@ -116,11 +144,13 @@ def _identical(container: Any, content: Any) -> bool:
     return isinstance(container, list | deque) or all(map(operator.is_, container.values(), content.values()))
 
 
-def _put_back(values: Values) -> None:
+def _put_back(values: Values) -> Values:
+    """Put back the tensors that hold something else; returns those."""
+    changed = [pair for pair in values if pair[0].shape != pair[1].shape or not torch.equal(*pair)]
     with torch.no_grad():
-        for tensor, value in values:
-            if tensor.shape != value.shape or not torch.equal(tensor, value):
-                tensor.copy_(value)
+        for tensor, value in changed:
+            tensor.copy_(value)
+    return changed
 
 
 def torch_generators() -> tuple[torch.Tensor, list[torch.Tensor]]:
