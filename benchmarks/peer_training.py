@@ -68,10 +68,14 @@ class PeerTrainer(Trainer):
 
 
 def sliced(model: nn.Module, reduction: float, across: bool) -> nn.Module:
-    """The model without channels, by the least ratio that saves the share of the multiply-accumulates."""
+    """The model without channels, by the least ratio that saves the share of the multiply-accumulates.
+
+    Raises:
+        ValueError: no ratio saves as much.
+    """
     goal = (1 - reduction) * macs_of(model)
     low, high = 0.0, 1.0
-    best = model
+    best: nn.Module | None = None
     for _ in range(12):
         ratio = 0.5 * (low + high)
         smaller = copy.deepcopy(model)
@@ -80,6 +84,8 @@ def sliced(model: nn.Module, reduction: float, across: bool) -> nn.Module:
             high, best = ratio, smaller
         else:
             low = ratio
+    if best is None:
+        raise ValueError(f"no ratio below 1 saves {reduction:.1%} of the multiply-accumulates")
     return best
 
 

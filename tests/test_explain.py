@@ -142,7 +142,7 @@ def test_names_of_groups_in_shufflenet_are_unique_and_make_masks_that_load() -> 
     assert "stage2.0.branch1.2 (2)" in names
     keys = [key for key in prepared.state_dict() if key.startswith("pdp.")]
     assert all(re.fullmatch(r"[\w.]+", key) for key in keys)
-    assert "pdp.masks.stage2_0_branch1_2_2.target" in keys
+    assert "pdp.masks.stage2_0_branch1_2_2.units" in keys
 
 
 def test_alike_rows_become_one_where_there_are_many() -> None:

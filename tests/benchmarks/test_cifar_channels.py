@@ -56,6 +56,11 @@ def test_slicing_by_the_peer_finds_the_least_ratio(across: bool) -> None:
     assert small(EXAMPLE).shape == (2, 10)
 
 
+def test_slicing_refuses_a_saving_that_no_ratio_reaches() -> None:
+    with pytest.raises(ValueError, match="no ratio below 1 saves 100.0%"):
+        sliced(ResNet20(), 1.0, across=False)
+
+
 def test_latency_is_relative_to_the_dense_net() -> None:
     small, dense = (nn.Sequential(nn.Conv2d(3, width, 3), nn.Conv2d(width, 4, 3)) for width in (1, 128))
     found = cifar_channels.latency(small, dense, "cpu", rounds=3)
