@@ -19,7 +19,7 @@ from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.emit import without_dead_code, write_graph
-from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
@@ -72,7 +72,7 @@ def trace(
     ):
         findings = Findings()
         gm = _traced(model, example, findings, watch)
-        if findings.sized:
+        if findings.sizes.read:
             gm = _for_other_batches(gm, model, example, findings, watch)
         return gm
 
@@ -86,7 +86,7 @@ def _traced(
         if not findings.casts:
             raise
         # Code may ask whether a type is int itself.
-        return _trace_by_recording(model, example, Findings(casts=None, batch=findings.batch), watch)
+        return _trace_by_recording(model, example, Findings(casts=None, sizes=findings.sizes), watch)
 
 
 def _for_other_batches(
@@ -97,7 +97,7 @@ def _for_other_batches(
     A size may have gone through code that makes a plain number of it. And in a batch of one an axis may have
     the size of another by chance, and a model that compares them may go another way because of it.
     """
-    if not findings.compared and _acts_alike(gm, model, example, findings):
+    if not findings.sizes.compared and _acts_alike(gm, model, example, findings):
         return gm
     given = ((other, _given_by(model, other)) for other in example.others())
     taken = next(((other, wanted) for other, wanted in given if wanted is not None), None)
@@ -117,7 +117,7 @@ def _for_other_batches(
     except TraceError as err:
         _log.info("not traced on another batch: %s", err)
     _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
-    return _traced(model, example, Findings(batch=example.batch), watch)
+    return _traced(model, example, Findings(sizes=Sizes(batch=example.batch)), watch)
 
 
 def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
@@ -173,10 +173,10 @@ def _trace_by_recording(
     except TraceError:
         if not findings.asked:
             raise
-        return _trace_as_compiled(model, example, plain, None, watch)
+        return _trace_as_compiled(model, example, findings.sizes, plain, None, watch)
     if findings.asked and direct.opacity(model) > (0, 0):
         try:
-            return _trace_as_compiled(model, example, plain, direct, watch)
+            return _trace_as_compiled(model, example, findings.sizes, plain, direct, watch)
         except TraceError as err:
             _log.info("traced as an uncompiled model: %s", err)
     return _exact(model, example, direct, _expected(model, example, plain, direct), watch)
@@ -208,7 +208,12 @@ def _expected(
 
 
 def _trace_as_compiled(
-    model: nn.Module, example: ExampleCall, plain: Outcome, direct: Recordings | None, watch: Runner | None
+    model: nn.Module,
+    example: ExampleCall,
+    sizes: Sizes,
+    plain: Outcome,
+    direct: Recordings | None,
+    watch: Runner | None,
 ) -> fx.GraphModule:
     """Trace a model that looks at values unless it is being compiled.
 
@@ -219,7 +224,7 @@ def _trace_as_compiled(
         compiled = _reference(model, example, training=False)
         if not plain.is_near(compiled):
             raise TraceError("the model computes something else when it is being compiled")
-        recordings = _recorded(model, example, Findings())
+        recordings = _recorded(model, example, Findings(sizes=sizes))
         if direct is not None and recordings.opacity(model) >= direct.opacity(model):
             raise TraceError("the model decides by its data even when it is being compiled")
         return _exact(model, example, recordings, _expected(model, example, compiled, recordings), watch)

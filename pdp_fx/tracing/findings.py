@@ -8,6 +8,21 @@ from pdp_fx.tracing.steps import Recording, Whole
 
 
 @dataclass
+class Sizes:
+    """What a model does with sizes.
+
+    Attributes:
+        read: whether it reads any.
+        compared: whether it compares them with each other or with 1.
+        batch: the batch size to hold the graph to; None if it need not be held to one.
+    """
+
+    read: bool = False
+    compared: bool = False
+    batch: int | None = None
+
+
+@dataclass
 class Findings:
     """What to keep whole, and the recordings made with that knowledge.
 
@@ -15,9 +30,7 @@ class Findings:
         opaque: the modules and methods to keep whole, each with the reason.
         tried: all that was ever kept whole; it need not be proposed again.
         asked: whether the model asked if it is being compiled.
-        sized: whether the model read a size of a tensor.
-        compared: whether the model compared sizes with each other or with 1.
-        batch: the batch size to hold the graph to; None if it need not be held to one.
+        sizes: what is known of the sizes that the model reads, however often it is traced anew.
         casts: by identity, the globals of code in which `int` has to keep live numbers alive; None where it
             is left as it is.
     """
@@ -25,9 +38,7 @@ class Findings:
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
-    sized: bool = False
-    compared: bool = False
-    batch: int | None = None
+    sizes: Sizes = field(default_factory=Sizes)
     casts: dict[int, dict[str, Any]] | None = field(default_factory=dict[int, dict[str, Any]])
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])

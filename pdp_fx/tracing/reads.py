@@ -17,7 +17,7 @@ from pdp_fx.tracing.watch import storage_of
 def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run a torch function, and record it unless it only looks at metadata."""
     name = functions.name_of(function)
-    recorder.findings.sized |= name in functions.SIZES
+    recorder.findings.sizes.read |= name in functions.SIZES
     if functions.is_setter(function):
         if name == "requires_grad":
             return recorder.function(torch.Tensor.requires_grad_, args, kwargs)

@@ -36,4 +36,4 @@ def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Record
     finally:
         recorder.session.open = False
         findings.note_casts(recorder.session.cast_in)
-        findings.compared |= recorder.session.compared
+        findings.sizes.compared |= recorder.session.compared

@@ -98,6 +98,21 @@ def test_a_batch_size_that_becomes_a_plain_number_is_checked(rows: Any, size: in
         gm(torch.randn(3, 5, 4), torch.ones(3, 5))
 
 
+class AskingByNumpy(ByNumpy):
+    """Does so, and looks at its numbers unless it is being compiled."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if not torch.compiler.is_compiling() and x.abs().amax() > 1e9:
+            x = x.clamp(-1e9, 1e9)
+        return super().forward(x, scale)
+
+
+def test_a_graph_of_the_compiled_model_is_held_to_its_batch_too() -> None:
+    gm = exact(AskingByNumpy(lambda s: s[:1].numel()), (torch.randn(1, 5, 4), torch.ones(1, 5)))
+    with pytest.raises(AssertionError, match="holds for a batch of 1 only"):
+        gm(torch.randn(3, 5, 4), torch.ones(3, 5))
+
+
 def test_the_number_of_rows_that_numpy_reads_from_another_axis_is_no_batch_size() -> None:
     class Narrow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
