@@ -131,7 +131,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             fixed.append((step, value))
         else:
             fixed += _lengths(step, value, bool(default))
-            batches += [] if default else _batches(step, value, recorder.findings.sizes.batch)
+            batches += _batches(step, value, recorder.findings.sizes.batch)
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
@@ -140,8 +140,8 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         _check(recorder, fixed)
     if batches:
         message = (
-            f"this graph holds for a batch of {batches[0][1]} only: another makes the model do something else; "
-            "trace with example_inputs of the size you need"
+            f"this graph holds for a batch of {batches[0][1]} only: another makes the model do something "
+            "else; trace with example_inputs of the size you need"
         )
         recorder.steps.append(check_step(batches, message, recorder.scope, ""))
     return ExampleCall(tuple(args), kwargs)

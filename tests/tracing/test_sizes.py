@@ -107,6 +107,26 @@ class AskingByNumpy(ByNumpy):
         return super().forward(x, scale)
 
 
+def rows(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape)).view(shape).cos()
+
+
+class Optional(ByNumpy):
+    """Takes nothing that cannot be left out."""
+
+    def forward(self, x: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        assert x is not None
+        return super().forward(x, scale)
+
+
+@pytest.mark.parametrize("example", [{"x": rows(1, 5, 4)}, (rows(1, 5, 4), rows(1, 5))])
+def test_inputs_that_can_be_left_out_are_checked_too(example: Any) -> None:
+    gm = exact(Optional(lambda s: s[:1].numel()), example)
+    given = (rows(3, 5, 4), rows(3, 5))
+    with pytest.raises(AssertionError, match="holds for a batch of 1 only"):
+        gm(*given[: len(example)])
+
+
 def test_a_graph_of_the_compiled_model_is_held_to_its_batch_too() -> None:
     gm = exact(AskingByNumpy(lambda s: s[:1].numel()), (torch.randn(1, 5, 4), torch.ones(1, 5)))
     with pytest.raises(AssertionError, match="holds for a batch of 1 only"):
