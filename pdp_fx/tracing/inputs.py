@@ -40,15 +40,15 @@ class ExampleCall:
     def others(self) -> "Iterator[ExampleCall]":
         """Calls with another batch size that begin with the same example, the likeliest first.
 
-        Two examples are enough, unless that is what this call has. Where it has one, the second is the first
-        read backwards: were it the same, a graph that mixes the two could not be told from one that does not.
-        A model may not take that; then the second is the same.
+        Two examples are enough, unless that is what this call has. One that is added is not the same as the
+        first: else a graph that mixes the two could not be told from one that does not. A model may not take
+        that; then it is the same.
         """
         if self.batch == 1:
-            yield self._changed(lambda rows: torch.cat([rows, rows.flip(-1) if rows.ndim > 1 else rows]))
+            yield self._changed(lambda rows: torch.cat([rows, _another(rows)]))
             yield self._changed(lambda rows: torch.cat([rows, rows]))
         elif self.batch == 2:
-            yield self._changed(lambda rows: torch.cat([rows, rows[:1]]))
+            yield self._changed(lambda rows: torch.cat([rows, _another(rows[:1])]))
         elif self.batch:
             yield self._changed(lambda rows: rows[:2].clone())
 
@@ -60,6 +60,12 @@ class ExampleCall:
 
         args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
         return ExampleCall(args, kwargs)
+
+
+def _another(rows: torch.Tensor) -> torch.Tensor:
+    """Another example: this one read backwards, or, where that is the same, with greater numbers."""
+    backwards = rows.flip(-1) if rows.ndim > 1 else rows
+    return backwards + 1 if rows.is_floating_point() and torch.equal(backwards, rows) else backwards
 
 
 def is_batch(leaf: Any, size: int) -> bool:

@@ -127,6 +127,13 @@ def test_inputs_that_can_be_left_out_are_checked_too(example: Any) -> None:
         gm(*given[: len(example)])
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_size_is_checked_whatever_the_example_holds(size: int) -> None:
+    gm = exact(ByNumpy(lambda s: s[:1].numel()), torch.zeros(size, 5, 4))
+    with pytest.raises(AssertionError, match=f"holds for a batch of {size} only"):
+        gm(rows(3, 5, 4))
+
+
 def test_a_graph_of_the_compiled_model_is_held_to_its_batch_too() -> None:
     gm = exact(AskingByNumpy(lambda s: s[:1].numel()), (torch.randn(1, 5, 4), torch.ones(1, 5)))
     with pytest.raises(AssertionError, match="holds for a batch of 1 only"):
