@@ -25,6 +25,7 @@ from pdp_fx.errors import PassError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.harden_masks import Dropped, swap_tensors
+from pdp_fx.tracing.erasing import erase
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     for node in gm.graph.find_nodes(op="call_function", target=torch._assert):
         # What was checked of a size is no longer so; labels have told that nothing else depends on it.
         if any(source.name in changing for source in node.all_input_nodes):
-            _erase(node, changing)
+            erase(node, lambda source: source.name in changing)
     numbers = SmallNumbers(found, gone, changing)
     # Nodes that only training mode needs are gone from the graph.
     for name in [name for name in found.resized if name in nodes]:
@@ -116,15 +117,6 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
         source = found.kept(read[0] if read else Labelled((), ()), gone)
         results = tuple(found.kept(value, gone) for value in found.given(node) or ())
         rewrite.apply(node, Job(source, results, found.numbers, changing, numbers.value))
-
-
-def _erase(node: fx.Node, changing: frozenset[str]) -> None:
-    """Erase a node, and the numbers that only it has used."""
-    sources = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in sources:
-        if source.name in changing and not source.users:
-            _erase(source, changing)
 
 
 def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:

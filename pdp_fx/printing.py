@@ -10,13 +10,13 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
-from pdp_fx.channels.running import place_arguments
 from pdp_fx.example_inputs import Inputs, fresh, matching, normalised, trial
 from pdp_fx.masks import MaskLayout
 from pdp_fx.ops.explicit import mask_axis
 from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
 from pdp_fx.pruner import units_pruned
 from pdp_fx.trace import ExampleInputs, trace
+from pdp_fx.tracing.inputs import place_arguments
 
 HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
 NEEDED = 3

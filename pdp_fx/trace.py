@@ -32,6 +32,7 @@ from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.verify import Runner, run
+from pdp_fx.tracing.waiving import waive
 
 _log = logging.getLogger(__name__)
 _MODES = {False: "eval", True: "training"}
@@ -105,12 +106,14 @@ def _for_other_batches(
         return gm
     other, wanted = taken
     problem = _problem(gm, model, other, wanted, None)
-    if not problem:
+    if not problem or waive(gm, model, other, wanted):
+        _waive_on_one(gm, model, example)
         return gm
     try:
         general = _traced(model, other, Findings(), None)
         modes = {training: _reference(model, example, training) for training in _MODES}
-        if not _problem(general, model, example, modes, None):
+        if not _problem(general, model, example, modes, None) or waive(general, model, example, modes):
+            _waive_on_one(general, model, example)
             if watch is not None:
                 _gives_when_watched(general, model, example, modes[False], watch)
             return general
@@ -118,6 +121,14 @@ def _for_other_batches(
         _log.info("not traced on another batch: %s", err)
     _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
     return _traced(model, example, Findings(sizes=Sizes(batch=example.batch)), watch)
+
+
+def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
+    """Let a graph that was traced on several examples take one, if it is right there."""
+    first = example.first()
+    wanted = None if first is None else _given_by(model, first)
+    if first is not None and wanted is not None:
+        waive(gm, model, first, wanted)
 
 
 def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings) -> bool:

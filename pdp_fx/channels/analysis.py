@@ -36,10 +36,11 @@ from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn, 
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
-from pdp_fx.channels.running import place_arguments, run
+from pdp_fx.channels.running import run
 from pdp_fx.channels.streams import keep_streams
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
+from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.structure import tensors
 
 RULE_MODULES = (

@@ -15,6 +15,7 @@ from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.rules_attention import is_fused_attention, keep_scale
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
+from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
@@ -142,18 +143,3 @@ def run(
     placed = place_arguments(gm, inputs)
     with evaluating(gm), torch.no_grad(), flow:
         return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
-
-
-def place_arguments(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-    """Order positional and keyword arguments as the graph's placeholders want them."""
-    args, kwargs = list(inputs[0]), dict(inputs[1])
-    placed: list[Any] = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        name = str(node.target)
-        if args:
-            placed.append(args.pop(0))
-        elif name in kwargs:
-            placed.append(kwargs.pop(name))
-        elif node.args:
-            placed.append(node.args[0])
-    return placed

@@ -10,9 +10,7 @@ from torch.fx.node import map_aggregate
 
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.record import Labelled
-
-_HOMES = frozenset({"_operator", "builtins", "math"})
-"""Modules of functions that may be called on numbers at any time."""
+from pdp_fx.tracing.functions import NUMBER_HOMES
 
 
 class SmallNumbers:
@@ -50,7 +48,7 @@ class SmallNumbers:
 
     def _computed(self, node: fx.Node) -> Any:
         function: Any = node.target
-        if node.op != "call_function" or getattr(function, "__module__", "") not in _HOMES:
+        if node.op != "call_function" or getattr(function, "__module__", "") not in NUMBER_HOMES:
             return None
         args, kwargs = map_aggregate((node.args, node.kwargs), self._operand)
         if any(self.value(source) is None for source in node.all_input_nodes):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdp_fx.tracing.objects import Bound
+from pdp_fx.tracing.sizes import Casts
 from pdp_fx.tracing.steps import Recording, Whole
 
 
@@ -31,15 +32,15 @@ class Findings:
         tried: all that was ever kept whole; it need not be proposed again.
         asked: whether the model asked if it is being compiled.
         sizes: what is known of the sizes that the model reads, however often it is traced anew.
-        casts: by identity, the globals of code in which `int` has to keep live numbers alive; None where it
-            is left as it is.
+        casts: the globals of code in which `int` or `float` has to keep live numbers alive; None where they
+            are left as they are.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
     sizes: Sizes = field(default_factory=Sizes)
-    casts: dict[int, dict[str, Any]] | None = field(default_factory=dict[int, dict[str, Any]])
+    casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
@@ -52,8 +53,8 @@ class Findings:
         """The one `Bound` of a method of an object, so that two recordings hold the same."""
         return self._bound.setdefault((id(thing), method), Bound(thing, method))
 
-    def note_casts(self, namespaces: dict[int, dict[str, Any]]) -> None:
-        """Note where `int` was called on live numbers."""
+    def note_casts(self, namespaces: Casts) -> None:
+        """Note where `int` and `float` were called on live numbers."""
         if self.casts is not None:
             self.casts |= namespaces
 

@@ -37,6 +37,9 @@ _IN_PLACE = frozenset(
     or (name.startswith("__i") and f"__{name[3:]}" in _OPERATORS and name != "__invert__")
 )
 
+NUMBER_HOMES = frozenset({"_operator", "builtins", "math"})
+"""The Python modules whose functions compute numbers from sizes."""
+
 # A look at these never depends on the numbers inside the tensor.
 METADATA = frozenset(
     "dim ndimension ndim stride is_contiguous is_floating_point is_complex is_signed is_tensor is_storage "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from pdp_fx.errors import TraceError
@@ -52,6 +52,10 @@ class ExampleCall:
         elif self.batch:
             yield self._changed(lambda rows: rows[:2].clone())
 
+    def first(self) -> "ExampleCall | None":
+        """A call with the first example alone; None if this is one already."""
+        return self._changed(lambda rows: rows[:1].clone()) if self.batch > 1 else None
+
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ExampleCall":
         def changed(leaf: Any) -> Any:
             if not is_batch(leaf, self.batch):
@@ -89,6 +93,21 @@ def example_call(example_inputs: object) -> ExampleCall:
         "example_inputs must be a tensor, a tuple of positional arguments or a dict of keyword arguments, "
         f"not {type(example_inputs).__name__}"
     )
+
+
+def place_arguments(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+    """Order positional and keyword arguments as the graph's placeholders want them."""
+    args, kwargs = list(inputs[0]), dict(inputs[1])
+    placed: list[Any] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        name = str(node.target)
+        if args:
+            placed.append(args.pop(0))
+        elif name in kwargs:
+            placed.append(kwargs.pop(name))
+        elif node.args:
+            placed.append(node.args[0])
+    return placed
 
 
 @dataclass(frozen=True)

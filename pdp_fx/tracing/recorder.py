@@ -6,7 +6,7 @@ graph cannot express raises `UnrecordableError`, which says what has to stay who
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,10 @@ from pdp_fx.tracing.steps import (
     Step,
     UnrecordableError,
     Whole,
+    identity,
     is_data,
     is_ragged,
+    may_change,
 )
 from pdp_fx.tracing.structure import has_tensors, tensors
 from pdp_fx.tracing.watch import Watch, storage_of
@@ -58,7 +60,7 @@ class Recorder:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.findings = findings
-        self.session = Session()
+        self.session = Session(self.decided)
         self.steps: list[Step] = []
         self.scope = Scope("")
         self.scopes = {self.scope}
@@ -69,6 +71,7 @@ class Recorder:
         self.arguments = Arguments(self.origins, self.session)
         self.dtypes = Dtypes()
         self._calls: Counter[str] = Counter()
+        self._decided: set[Hashable] = set()
         self._buffers = dict(model._buffers)
 
     def placeholder(self, name: str, example: Any, default: Args = ()) -> tuple[Step, Any]:
@@ -251,6 +254,21 @@ class Recorder:
                 )
         if self.watch.has_drawn_outside():
             raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
+
+    def decided(self, fact: Expr) -> None:
+        """Let the graph fail where something that users' code has found true of sizes is not."""
+        known = identity(fact)
+        if self.inside or known in self._decided or is_data(fact) or not may_change(fact):
+            return
+        self._decided.add(known)
+        source = source_line()
+        message = (
+            f"{source} decides by sizes, and by these otherwise than in this graph; "
+            "trace with example_inputs of such sizes"
+        )
+        self.steps.append(
+            Step("call_function", torch._assert, (fact, message), {}, self.scope, source, decides=True)
+        )
 
     def finish(self, result: Any) -> Recording:
         """The recording of a run that is over and gave this result."""

@@ -3,19 +3,21 @@
 Reading `x.shape[1]` while recording gives a `LiveInt`: an `int` in every respect, with the expression
 `x.size(1)` beside it. Arithmetic keeps the expression going, so `x.shape[1] // 2` stays a computation in the
 graph and batch size stays dynamic. A comparison gives a plain bool: the branch that the model took is the
-branch in the graph. So does `int(...)` give a plain number, because Python insists on it; where that is done
-is noted.
+branch in the graph, which therefore checks the comparison. `int(...)`, `float(...)` and NumPy make plain
+numbers; the graph checks that they come from the same ones.
 """
 
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdp_fx.tracing.source import is_users
 from pdp_fx.tracing.steps import Expr, Value
+
+Casts = dict[tuple[int, str], dict[str, Any]]
 
 
 @dataclass
@@ -23,15 +25,18 @@ class Session:
     """The recording that a live number belongs to.
 
     Attributes:
+        decided: called with what users' code has found true of live numbers.
         open: whether it is still running; once it is over, its numbers act like plain ones.
         compared: whether users' code compared live numbers with each other or with 1. With a batch of one the
             answer may be what it is by chance.
-        cast_in: by identity, the globals of users' code that called `int` on a live number.
+        cast_in: the globals of users' code that called `int` or `float` on a live number, by their identity
+            and by which of the two.
     """
 
+    decided: Callable[[Expr], None]
     open: bool = True
     compared: bool = False
-    cast_in: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    cast_in: Casts = field(default_factory=dict[tuple[int, str], dict[str, Any]])
 
 
 class LiveInt(int):
@@ -126,23 +131,72 @@ def _unary(call: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+_OPPOSITES: dict[Callable[[Any, Any], bool], Callable[[Any, Any], bool]] = {
+    operator.eq: operator.ne,
+    operator.ne: operator.eq,
+    operator.lt: operator.ge,
+    operator.ge: operator.lt,
+    operator.gt: operator.le,
+    operator.le: operator.gt,
+}
+
+
 def _comparison(call: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        by_chance = isinstance(other, Live) or 1 in (plain(self), other)
-        if by_chance and self.session.open and is_users(sys._getframe(1).f_code.co_filename):
-            self.session.compared = True
-        return call(plain(self), plain(other))
+        answer = call(plain(self), plain(other))
+        if _is_asked_by_user(self.session):
+            by_chance = isinstance(other, Live) or 1 in (plain(self), other)
+            _note(self.session, call if answer else _OPPOSITES[call], self, other, by_chance)
+        return answer
 
     return compare
 
 
-def _cast(self: Any) -> int:
-    caller = sys._getframe(1)
-    if self.session.open and is_users(caller.f_code.co_filename):
-        self.session.cast_in[id(caller.f_globals)] = caller.f_globals
-    return int(plain(self))
+def _truth(self: Any) -> bool:
+    answer = bool(plain(self))
+    if _is_asked_by_user(self.session):
+        _note(self.session, operator.ne if answer else operator.eq, self, 0, by_chance=True)
+    return answer
+
+
+def _cast(kind: type) -> Callable[[Any], Any]:
+    def cast(self: Any) -> Any:
+        number = plain(self)
+        if _is_asked_by_user(self.session):
+            names = sys._getframe(1).f_globals
+            self.session.cast_in[id(names), kind.__name__] = names
+            note_fixed((self,), self.session)
+        return kind(number)
+
+    return cast
+
+
+def _ufunc(self: Any, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Compute as NumPy does, with plain numbers."""
+    if self.session.open:
+        note_fixed(args, self.session)
+    return getattr(function, method)(*(plain(arg) for arg in args), **kwargs)
+
+
+def note_fixed(numbers: Iterable[Any], session: Session) -> None:
+    """Note that live numbers are what they are, because plain ones are made of them."""
+    for number in numbers:
+        if isinstance(number, Live) and number.session is session:
+            _note(session, operator.eq, number, plain(number))
+
+
+def _is_asked_by_user(session: Session) -> bool:
+    """Whether users' code has called the method that asks this."""
+    return session.open and is_users(sys._getframe(2).f_code.co_filename)
+
+
+def _note(
+    session: Session, fact: Callable[[Any, Any], bool], left: Any, right: Any, by_chance: bool = False
+) -> None:
+    session.compared |= by_chance
+    session.decided(Expr(fact, (value_of(left, session), value_of(right, session))))
 
 
 def _divmod(self: Any, other: Any) -> Any:
@@ -162,7 +216,10 @@ def _equip(kind: Any) -> None:
         setattr(kind, f"__{name}__", _comparison(getattr(operator, name)))
     kind.__hash__ = kind.__mro__[1].__hash__
     kind.__divmod__ = _divmod
-    kind.__int__ = _cast
+    kind.__bool__ = _truth
+    kind.__int__ = _cast(int)
+    kind.__float__ = _cast(float)
+    kind.__array_ufunc__ = _ufunc
 
 
 _equip(LiveInt)

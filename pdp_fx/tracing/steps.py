@@ -7,7 +7,7 @@ only where a step uses them, so two recordings of one model differ in their step
 differently.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -71,6 +71,7 @@ class Step:
         random: whether it drew random numbers.
         updates: whether it is a module that changed buffers of its own.
         reason: for an opaque module, why it was not traced through.
+        decides: whether it checks what users' code has found true of sizes.
     """
 
     op: str
@@ -86,6 +87,7 @@ class Step:
     random: bool = False
     updates: bool = False
     reason: str = ""
+    decides: bool = False
 
     @property
     def called(self) -> str:
@@ -184,6 +186,25 @@ def is_ragged(value: Any) -> bool:
     if isinstance(value, Step):
         return value.ragged
     return isinstance(value, Expr) and any(is_ragged(arg) for arg in value.args)
+
+
+def may_change(fact: Expr) -> bool:
+    """Whether a comparison is of different things, one of which another run may change."""
+    operands = {identity(arg) for arg in fact.args}
+    return len(operands) > 1 and any(_is_of_run(arg) for arg in fact.args)
+
+
+def _is_of_run(value: Any) -> bool:
+    if isinstance(value, Expr):
+        return any(_is_of_run(arg) for arg in value.args)
+    return isinstance(value, Step)
+
+
+def identity(value: Any) -> Hashable:
+    """What expressions of numbers have in common if they compute the same from the same."""
+    if isinstance(value, Expr):
+        return value.call, tuple(identity(arg) for arg in value.args)
+    return value
 
 
 def root(value: Any) -> Step | None:

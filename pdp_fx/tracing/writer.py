@@ -77,6 +77,8 @@ class Writer:
             node = self._gated(step.op, target, args, kwargs, gate)
         if step.reason:
             node.meta["opaque"] = step.reason
+        if step.decides:
+            node.meta["decides"] = True
         if step.observed or step.random or step.updates:
             self.protected.add(node)
         return node

@@ -108,7 +108,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_runs_in_a_process_group(
         patch.setattr(train_imagenet.Run, "save", killed_after_two)
         with pytest.raises(KeyboardInterrupt):
             train_imagenet.main(arguments)
-    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29547"}
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in group.items():
         monkeypatch.setenv(name, value)
     train_imagenet.main(arguments)

@@ -1,5 +1,6 @@
 import copy
 import math
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -154,18 +155,117 @@ def test_a_size_is_written_once_for_each_tensor_and_axis() -> None:
     assert len(reads) == len(set(reads))
 
 
-def test_a_size_that_is_only_compared_leaves_no_node() -> None:
-    class Checked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 2)
+class Checked(nn.Module):
+    """Compares sizes in checks of its own."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.shape[1] == 4
-            torch._assert(x.dim() == 2 and x.size(-1) < 8, "too wide")
-            return self.linear(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
 
-    assert targets(exact(Checked(), torch.randn(2, 4))) == ["linear"]
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == 4
+        assert self.linear.weight.shape[0] == 2
+        torch._assert(x.dim() == 2 and x.size(0) < 8, "too many")
+        if x.size(0) >= 8:
+            x = x[:8]
+        return self.linear(x)
+
+
+def test_what_was_found_of_a_size_is_checked_once() -> None:
+    gm = exact(Checked(), torch.randn(2, 4))
+    assert targets(gm) == ["size", "size", "lt", "eq", "_assert", "_assert", "linear"]
+    with pytest.raises(AssertionError, match=r"test_sizes.py:\d+ decides by sizes"):
+        gm(torch.randn(8, 4))
+
+
+class Deciding(nn.Module):
+    """Does something to what it gets that depends on sizes."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(x))
+
+
+def padded(x: Tensor) -> Tensor:
+    missing = -x.shape[-1] % 4
+    return nn.functional.pad(x, (0, missing)).relu() if missing else x
+
+
+def halved(x: Tensor) -> Tensor:
+    length = x.size(2)
+    while length > 3:
+        x, length = x[..., ::2], (length + 1) // 2
+    return x
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.mT if x.shape[1:] == (4, 8) else x
+
+
+def by_logarithm(x: Tensor) -> Tensor:
+    for _ in range(int(np.log2(x.shape[2]))):
+        x = x + 1
+    return x
+
+
+def by_product(x: Tensor) -> Tensor:
+    return x / np.prod(x.shape[1:]).item()
+
+
+def by_root(x: Tensor) -> Tensor:
+    return x / sqrt(x.shape[2])
+
+
+def by_the_longer(x: Tensor) -> Tensor:
+    return x.flip(max((2, x.shape[2]), (1, 6))[0]) + max([x.shape[2]], key=abs) + max([x.shape[1]])
+
+
+def given_training(x: Tensor) -> Tensor:
+    return x * 2 if x.requires_grad and x.shape[2] in (8, 9) else x
+
+
+@pytest.mark.parametrize(
+    "act", [padded, halved, turned, by_logarithm, by_product, by_root, by_the_longer, given_training]
+)
+def test_a_graph_does_not_go_the_way_of_other_sizes(act: Any) -> None:
+    gm = exact(Deciding(act), rows(1, 4, 8), rows(3, 4, 8))
+    with pytest.raises(AssertionError, match=r"test_sizes.py:\d+ decides by sizes, and by these otherwise"):
+        gm(rows(1, 4, 5))
+
+
+def test_a_graph_goes_the_same_way_at_other_sizes() -> None:
+    exact(Deciding(padded), rows(1, 4, 8), rows(2, 4, 12))
+    exact(Deciding(padded), rows(1, 4, 7), rows(2, 4, 5))
+    exact(Deciding(halved), rows(1, 4, 8), rows(2, 4, 9))
+
+
+def as_square(x: Tensor) -> Tensor:
+    side = int(math.sqrt(x.shape[2]))
+    return x.unflatten(2, (side, side)).mT.flatten(2)
+
+
+def cut(x: Tensor) -> Tensor:
+    return x[..., : min(size for size in x.shape[1:])] + x[..., -min(x.shape[1], x.shape[2], 100) :] * max(
+        x.shape[2], 9
+    )
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x / float(x.shape[1] * x.shape[2]) + math.gcd(x.shape[2], 6) + math.log(x.shape[2], 2)
+
+
+@pytest.mark.parametrize("act", [as_square, cut, scaled])
+def test_functions_of_sizes_stay_computations(act: Any) -> None:
+    exact(Deciding(act), rows(1, 4, 4), rows(3, 4, 16), rows(2, 4, 9), rows(2, 4, 1))
+
+
+def test_ways_that_lead_to_the_same_end_are_not_told_apart() -> None:
+    gm = exact(ByExample(), torch.randn(3, 4))
+    assert "_assert" not in targets(gm)
 
 
 def test_sizes_of_weights_are_read_from_the_weights() -> None:
@@ -196,7 +296,7 @@ def test_the_device_is_read_from_the_tensor() -> None:
 
 
 def test_live_numbers_act_like_numbers() -> None:
-    session = Session()
+    session = Session(lambda fact: None)
     n: Any = live(6, Attribute("n"), session)
     assert (n + 1, 1 + n, n // 4, n % 4, -n, n / 4, n**2, 7 - n, divmod(n, 4)) == (
         7,
@@ -220,7 +320,7 @@ def test_live_numbers_act_like_numbers() -> None:
 
 
 def test_live_numbers_end_with_their_recording() -> None:
-    session = Session()
+    session = Session(lambda fact: None)
     n = live(6, Attribute("n"), session)
     session.open = False
     assert type(n + 1) is int

@@ -1,0 +1,14 @@
+"""Erasing nodes together with what only they have used."""
+
+from collections.abc import Callable
+
+from torch import fx
+
+
+def erase(node: fx.Node, may_go: Callable[[fx.Node], bool]) -> None:
+    """Erase a node, and those that may go, too, once nobody uses them."""
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        if not source.users and may_go(source):
+            erase(source, may_go)

@@ -1,0 +1,71 @@
+"""Taking back checks of sizes that turn out to be stricter than the model is."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from pdp_fx.tracing.erasing import erase
+from pdp_fx.tracing.functions import NUMBER_HOMES, acts_in_place
+from pdp_fx.tracing.inputs import ExampleCall, place_arguments
+from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.verify import run
+
+_log = logging.getLogger(__name__)
+
+
+def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Mapping[bool, Outcome]) -> bool:
+    """Erase the checks of sizes that fail on an example, if the graph is right there without them.
+
+    A model may go different ways to the same end, such as to expand something or not.
+
+    Args:
+        gm: the graph; changed only if it is right.
+        model: what it was traced from; it is put back as it was.
+        example: the arguments.
+        wanted: what the model gives in each mode.
+
+    Returns:
+        Whether the graph gives the same now.
+    """
+    failed: set[fx.Node] = set()
+
+    def past_checks(_: nn.Module, call: ExampleCall) -> Any:
+        return _Past(gm, failed).run(*place_arguments(gm, (call.args, dict(call.kwargs))))
+
+    for training, outcome in wanted.items():
+        try:
+            got = run(gm, example, training, past_checks, model)
+        except Exception as err:  # noqa: BLE001 a graph that fails is a graph that is not right
+            _log.info("fails without checks of sizes, too: %s", err)
+            return False
+        if outcome.difference(got):
+            return False
+    for node in failed:
+        erase(node, _is_number)
+    gm.recompile()
+    return True
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node works out a number from sizes, if nobody uses it any more."""
+    if node.op == "call_method":
+        return node.target in ("size", "numel")
+    return getattr(node.target, "__module__", "") in NUMBER_HOMES and not acts_in_place(node)
+
+
+class _Past(fx.Interpreter):
+    """Runs a graph past checks of sizes, and notes those that fail."""
+
+    def __init__(self, gm: fx.GraphModule, failed: set[fx.Node]) -> None:
+        super().__init__(gm)
+        self.failed = failed
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except AssertionError:
+            if "decides" not in n.meta:
+                raise
+            self.failed.add(n)
