@@ -40,17 +40,29 @@ class ExampleCall:
     def others(self) -> "Iterator[ExampleCall]":
         """Calls with another batch size that begin with the same example, the likeliest first.
 
-        Two examples are enough, unless that is what this call has. One that is added is not the same as the
-        first: else a graph that mixes the two could not be told from one that does not. A model may not take
-        that; then it is the same.
+        Two examples are enough, unless that is what this call has. The last is not the same as the first:
+        else a graph that mixes the two could not be told from one that does not. A model may not take one
+        that is made up; then it is the same.
         """
-        if self.batch == 1:
-            yield self._changed(lambda rows: torch.cat([rows, _another(rows)]))
-            yield self._changed(lambda rows: torch.cat([rows, rows]))
-        elif self.batch == 2:
-            yield self._changed(lambda rows: torch.cat([rows, _another(rows[:1])]))
-        elif self.batch:
-            yield self._changed(lambda rows: rows[:2].clone())
+        if not self.batch:
+            return
+        if self.batch > 2:
+            fewer = self._changed(lambda rows: rows[:2].clone())
+            if fewer.tells_apart():
+                yield fewer
+                return
+        kept = 2 if self.batch == 2 else 1
+        for another in (_another, _another_number):
+            more = self._changed(lambda rows, another=another: torch.cat([rows[:kept], another(rows[:1])]))
+            if more.tells_apart():
+                yield more
+                break
+        yield self._changed(lambda rows: torch.cat([rows[:kept], rows[:1]]))
+
+    def tells_apart(self) -> bool:
+        """Whether the last example is not the same as the first."""
+        batches = [leaf for leaf in tensors((self.args, self.kwargs)) if is_batch(leaf, self.batch)]
+        return any(not torch.equal(rows[0], rows[-1]) for rows in batches)
 
     def first(self) -> "ExampleCall | None":
         """A call with the first example alone; None if this is one already."""
@@ -70,6 +82,13 @@ def _another(rows: torch.Tensor) -> torch.Tensor:
     """Another example: this one read backwards, or, where that is the same, with greater numbers."""
     backwards = rows.flip(-1) if rows.ndim > 1 else rows
     return backwards + 1 if rows.is_floating_point() and torch.equal(backwards, rows) else backwards
+
+
+def _another_number(rows: torch.Tensor) -> torch.Tensor:
+    """Another example than one with the same whole number everywhere, which may be a place in a table."""
+    if rows.is_floating_point() or rows.dtype is torch.bool:
+        return rows
+    return torch.where(rows > 0, rows - 1, rows + 1)
 
 
 def is_batch(leaf: Any, size: int) -> bool:

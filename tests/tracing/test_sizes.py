@@ -128,11 +128,26 @@ def test_inputs_that_can_be_left_out_are_checked_too(example: Any) -> None:
         gm(*given[: len(example)])
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_batch_size_is_checked_whatever_the_example_holds(size: int) -> None:
     gm = exact(ByNumpy(lambda s: s[:1].numel()), torch.zeros(size, 5, 4))
     with pytest.raises(AssertionError, match=f"holds for a batch of {size} only"):
         gm(rows(3, 5, 4))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_batch_size_is_checked_for_the_same_word_over_and_over(size: int) -> None:
+    class OfWords(ByNumpy):
+        def __init__(self) -> None:
+            super().__init__(lambda s: s[:1].numel())
+            self.table = nn.Embedding(2, 4)
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(self.table(x), scale)
+
+    gm = exact(OfWords(), torch.ones(size, 5, dtype=torch.int64))
+    with pytest.raises(AssertionError, match=f"holds for a batch of {size} only"):
+        gm(torch.zeros(3, 5, dtype=torch.int64))
 
 
 def test_a_graph_of_the_compiled_model_is_held_to_its_batch_too() -> None:
