@@ -13,8 +13,11 @@ _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.di
 
 @cache
 def is_users(filename: str) -> bool:
-    """Whether a file of code is neither torch's nor of pdp_fx."""
-    return not filename.startswith((*_SKIPPED, "<"))
+    """Whether a file of code is neither torch's nor of pdp_fx nor a part of Python that has no file.
+
+    What was typed into a notebook or a prompt has no file either, but a name such as `<ipython-input-1>`.
+    """
+    return not filename.startswith((*_SKIPPED, "<frozen ", "<__array_function__"))
 
 
 def user_frame(start: FrameType | None = None) -> FrameType | None:

@@ -252,6 +252,23 @@ def test_a_graph_does_not_go_the_way_of_other_sizes(act: Any) -> None:
         gm(rows(1, 4, 5))
 
 
+@pytest.mark.parametrize("place", ["<ipython-input-3-b1946ac92492>", "<stdin>", "<string>"])
+def test_a_graph_does_not_go_another_way_than_code_without_a_file(place: str) -> None:
+    names: dict[str, Any] = {}
+    exec(
+        compile("def act(x):\n    return -x if x.size(2) > int(x.size(1) * 1.5) else x", place, "exec"), names
+    )
+    gm = exact(Deciding(names["act"]), rows(1, 4, 8))
+    with pytest.raises(AssertionError, match=f"^{place}:2 decides by sizes"):
+        gm(rows(1, 4, 5))
+
+
+def test_a_graph_of_a_graph_goes_the_same_way() -> None:
+    gm = exact(exact(Deciding(padded), rows(1, 4, 8)), rows(1, 4, 8), rows(3, 4, 12))
+    with pytest.raises(AssertionError, match="decides by sizes, and by these otherwise"):
+        gm(rows(1, 4, 5))
+
+
 def test_a_graph_goes_the_same_way_at_other_sizes() -> None:
     exact(Deciding(padded), rows(1, 4, 8), rows(2, 4, 12))
     exact(Deciding(padded), rows(1, 4, 7), rows(2, 4, 5))
