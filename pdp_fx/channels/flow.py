@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pdp_fx.channels.aliases import OVERWRITTEN, Aliases
+from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized, StandIn
 from pdp_fx.tracing.structure import flat_tensors
@@ -83,11 +83,32 @@ class LabelFlow(TorchDispatchMode):
             return result
         self.looked = self.looked or func is aten._local_scalar_dense.default
         call = Call(func, args, kwargs or {}, result)
-        if func._schema.is_mutable and not _fills_with_zero(call):
-            self._aliases.note_writes(call, self._labelled, self._reason(*OVERWRITTEN))
+        mutates = func._schema.is_mutable and not _fills_with_zero(call)
+        writes = list(self._aliases.writes(call, self._labelled)) if mutates else []
         self._note_stored(call)
         self._rules(call)(call, self)
+        for write in writes:
+            self._follow_write(write, call)
         return result
+
+    def _follow_write(self, write: Write, call: Call) -> None:
+        """Give what shares memory with a tensor that was written to the labels that it has now."""
+        is_result = any(tensor is write.target for tensor in flat_tensors(call.result))
+        for alias in write.aliases:
+            before = self._labelled(alias)
+            of_weights = self.is_stored(alias) and any(origins(layer) for layer in before)
+            if is_result and not of_weights:
+                followed, stays = follow(write, alias, before, self._labelled(write.target))
+            else:
+                known = [*write.sources, write.target, alias]
+                followed, stays = [], [layer.ids for tensor in known for layer in self._labelled(tensor)]
+            for each in followed:
+                self.tie(each.part.ids, each.now.ids)
+            self.put(alias, [each.result() for each in followed])
+            if id(alias) not in self._names:
+                self._stored[alias] = self.is_stored(alias) and self.is_stored(write.target)
+            if stays:
+                self._aliases.lose(alias, stays, self._reason(*OVERWRITTEN))
 
     def _note_stored(self, call: Call) -> None:
         sources = call.tensors()

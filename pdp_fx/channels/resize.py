@@ -33,7 +33,7 @@ LIKE_ANOTHER: frozenset[Any] = frozenset({"view_as", "reshape_as", "expand_as"})
 
 SIZE_FREE: frozenset[Any] = REPEATS | LIKE_ANOTHER | frozenset({
     torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum,
-    torch.addmm, torch.permute, "permute", torch.zeros_like,
+    torch.addmm, torch.permute, "permute", torch.zeros_like, torch.empty_like,
     torch.ones_like, "clone", torch.conv1d, torch.conv2d, torch.conv3d, torch.broadcast_tensors,
     torch.tensordot, torch.baddbmm, torch.cdist, torch.full_like,
     "contiguous", torch.cosine_similarity, torch.pixel_shuffle,

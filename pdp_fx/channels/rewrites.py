@@ -189,16 +189,17 @@ def _groups(node: fx.Node, job: Job) -> None:
 _SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split)
 _NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
-_ROLL = Rewrite(_roll, _roll_fits)
+_ROLL, _SUBSCRIPT = Rewrite(_roll, _roll_fits), Rewrite(subscript, subscript_fits)
 
 RESIZERS: dict[Any, Rewrite] = {
     "view": _SIZES, "reshape": _SIZES, torch.reshape: _SIZES, "expand": _SIZES, torch.broadcast_to: _SIZES,
     "broadcast_to": _SIZES, "new_zeros": _FILLED, "new_ones": _FILLED, "new_full": _FILLED,
+    "new_empty": _FILLED, torch.empty: _FILLED,
     torch.zeros: _FILLED, torch.ones: _FILLED, torch.full: _FILLED, torch.chunk: _SPLIT, "chunk": _SPLIT,
     torch.split: _SPLIT, "split": _SPLIT, "split_with_sizes": _SPLIT, torch.split_with_sizes: _SPLIT,
     torch.tensor_split: _SPLIT, "tensor_split": _SPLIT, "unsafe_chunk": _SPLIT,
     torch.functional.split: _SPLIT, torch.narrow: _NARROW, "narrow": _NARROW,
-    operator.getitem: Rewrite(subscript, subscript_fits), functional.pad: _PAD,
+    operator.getitem: _SUBSCRIPT, operator.setitem: _SUBSCRIPT, functional.pad: _PAD,
     torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,

@@ -27,25 +27,35 @@ def factory(call: Call, flow: LabelFlow) -> None:
     flow.put(result, [free_layer(result, axis, zero, flow) for axis, n in enumerate(result.shape) if n > 1])
 
 
-@rule(aten.zeros_like, aten.ones_like, aten.full_like)
+@rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
 def like(call: Call, flow: LabelFlow) -> None:
-    """A tensor of one value in the shape of another carries the other's channels."""
-    zero = bool((call.result == 0).all())
+    """A tensor of one value, or of none yet, in the shape of another carries the other's channels."""
+    zero = call.func.overloadpacket is not aten.empty_like and bool((call.result == 0).all())
     layers = flow.layers(call.args[0])
     flow.put(call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero)) for layer in layers])
 
 
+@rule(aten.empty, aten.new_empty, aten.empty_strided)
+def unset(call: Call, flow: LabelFlow) -> None:
+    """Unset memory loses any index."""
+    result = call.result
+    flow.put(result, [free_layer(result, axis, False, flow) for axis, n in enumerate(result.shape) if n > 1])
+
+
 @rule(
-    aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.rand, aten.randn, aten.randint,
+    aten.rand, aten.randn, aten.randint,
     aten.rand_like, aten.randn_like, aten.randperm,
 )  # fmt: skip
 def unknown_values(call: Call, flow: LabelFlow) -> None:
-    """Random numbers and unset memory carry no channels."""
+    """Random numbers carry no channels."""
     flow.put(call.result, ())
 
 
-@rule(aten.zero_)
-def zero(call: Call, flow: LabelFlow) -> None:
-    """Zeros belong to the same channels."""
+@rule(aten.zero_, aten.fill_)
+def filled(call: Call, flow: LabelFlow) -> None:
+    """One value everywhere belongs to the same channels; only zeros vanish with them."""
+    zero = call.func.overloadpacket is aten.zero_ or (call.func is aten.fill_.Scalar and call.args[1] == 0)
     layers = flow.layers(call.args[0])
-    flow.put(call.result, [Layer(layer.ids, torch.ones_like(layer.zero), layer.needs) for layer in layers])
+    flow.put(
+        call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero), layer.needs) for layer in layers]
+    )

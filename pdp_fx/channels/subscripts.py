@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,10 @@ def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
 
 
 def subscript_fits(node: fx.Node, record: Record) -> bool:
-    """Numbers, slices, and at most one list of places; what is picked must be told apart by its labels."""
+    """Numbers, slices, and at most one list of places; what is picked must be told apart by its labels.
+
+    Where a subscript is assigned to, there is no result to read off what was picked.
+    """
     source = node.args[0]
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
     parts = _parts(node)
@@ -50,7 +54,8 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     if len(values) != 1 or not plain or len(several) > 1:
         return False
     picked = {axis for place, axis in _placed(parts, len(values[0].shape)) if _picks(parts[place])}
-    return all(distinct(layer.ids) for layer in values[0].layers if layer.support & picked)
+    among = [layer for layer in values[0].layers if layer.support & picked]
+    return not among if node.target is operator.setitem else all(distinct(layer.ids) for layer in among)
 
 
 def _bounds(part: Any) -> tuple[Any, ...]:
@@ -97,7 +102,7 @@ def subscript(node: fx.Node, job: Job) -> None:
         )
         parts[place] = source.before(axis, number % size) if isinstance(number, int) else chosen(job, axis)
     whole = isinstance(node.args[1], (tuple, list)) and not _is_index(node.args[1])
-    node.args = (node.args[0], tuple(parts) if whole else parts[0])
+    node.args = (node.args[0], tuple(parts) if whole else parts[0], *node.args[2:])
 
 
 def chosen(job: Job, axis: int) -> list[int]:

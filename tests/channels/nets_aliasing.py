@@ -110,6 +110,80 @@ class PartOfAPart(Written):
         return outer
 
 
+class BuiltFromParts(Written):
+    """Each branch is written to its half of unset memory of a given size."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = torch.empty(x.shape[0], 16, *x.shape[2:], dtype=x.dtype)
+        both[:, :8] = x
+        both[:, 8:] = y
+        return both[:, 2:8] + both[:, 10:]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(6, 5, 1)
+
+
+class Interleaved(Written):
+    """Two branches take turns along the rows of unset memory."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = torch.empty_like(x)
+        both[..., ::2, :] = x[..., ::2, :]
+        both[..., 1::2, :] = y[..., ::2, :]
+        return both
+
+
+class TakingTurns(Written):
+    """Two branches take turns along the channels of unset memory."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = torch.empty_like(x)
+        both[:, ::2] = x[:, :4]
+        both[:, 1::2] = y[:, 4:]
+        return both
+
+
+class OnesInAPart(Written):
+    """Numbers are written to a part of each of some channels, which vanish no more."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x * y
+        both[:, 2:6, 1:3] = 1.0
+        both[:, 5:, 0] += 2
+        return both
+
+
+class Mirrored(Written):
+    """The channels are written backwards over themselves."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x + 0
+        both[:] = y.flip(1)
+        both[:, :, 1:] = both[:, :, :-1].flip(1)
+        return both
+
+
+class TwoNames(Written):
+    """A part is written to by one name, read by another, and the whole by a third."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        both = x + 0
+        rows, part = both.flatten(2), both[:, 3:]
+        part.mul_(y[:, :5])
+        return both + rows.unflatten(2, (x.shape[2], x.shape[3])) * part.mean()
+
+
+class WeightInParts(Written):
+    """A part of a copy of the weight is written to before it is used."""
+
+    def act(self, x: Tensor, y: Tensor) -> Tensor:
+        weight = self.stem[0].weight.clone()  # pyright: ignore[reportCallIssue]
+        weight[:, :, 1] *= 2
+        weight[2:4] = 0.5
+        return F.conv2d(x[:, :3] + y[:, 5:], weight, padding=1)
+
+
 class BaseReturned(Written):
     """The whole is an output of the model."""
 
@@ -124,11 +198,18 @@ ALIASING = (
     Construct(GhostResidual, images(), removed=8),
     Construct(HalvesInPlace, images(), removed=8),
     Construct(TurnedInPlace, images(), removed=8),
-    Construct(BaseReadAgain, images(), reason=OVERWRITTEN),
-    Construct(CopiedIntoBase, images(), reason=OVERWRITTEN),
-    Construct(WrittenAsOut, images(), reason=OVERWRITTEN),
-    Construct(PartReadAfterBase, images(), reason=OVERWRITTEN),
-    Construct(PartsThatOverlap, images(), removed=2, reason=OVERWRITTEN),
-    Construct(PartOfAPart, images(), reason=OVERWRITTEN),
+    Construct(BaseReadAgain, images(), removed=8),
+    Construct(CopiedIntoBase, images(), removed=8),
+    Construct(WrittenAsOut, images(), removed=8),
+    Construct(PartReadAfterBase, images(), removed=8),
+    Construct(PartsThatOverlap, images(), removed=2),
+    Construct(PartOfAPart, images(), removed=6),
+    Construct(BuiltFromParts, images(), removed=6),
+    Construct(Interleaved, images(), removed=8),
+    Construct(TakingTurns, images(), reason="setitem is told sizes or positions of these channels"),
+    Construct(OnesInAPart, images(), removed=8),
+    Construct(Mirrored, images(), removed=8),
+    Construct(TwoNames, images(), removed=6),
+    Construct(WeightInParts, images(), reason=OVERWRITTEN),
     Construct(BaseReturned, images(), removed=2, reason="the model returns these channels"),
 )
