@@ -51,7 +51,7 @@ def histogram(model: nn.Module, epoch: int) -> WeightHistogram:
             units = mask_units(model)
         values, pruned = units.magnitudes, units.pruned
     # A training that has diverged shall come to its record all the same.
-    values = values.nan_to_num(0.0, 0.0, 0.0)
+    values = values.double().nan_to_num(0.0, 0.0, 0.0)
     reach = SPAN * float(values.square().mean().sqrt()) or 1.0
     return {
         "epoch": epoch,
@@ -62,4 +62,4 @@ def histogram(model: nn.Module, epoch: int) -> WeightHistogram:
 
 
 def _counts(values: Tensor, reach: float) -> list[int]:
-    return torch.histc(values.float().clamp(-reach, reach).cpu(), BINS, -reach, reach).int().tolist()
+    return torch.histc(values.clamp(-reach, reach).cpu(), BINS, -reach, reach).int().tolist()

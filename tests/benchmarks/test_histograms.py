@@ -50,6 +50,16 @@ def test_a_dense_model_has_one_too_and_so_has_one_that_diverged() -> None:
     assert histogram(model, 1)["counts"][BINS // 2] == 504
 
 
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_weights_have_one_whose_squares_are_beyond_float32(size: float) -> None:
+    model = net()
+    model.get_parameter("0.weight").data[0] = size
+    found = histogram(model, 1)
+    assert sum(found["counts"]) == 504
+    assert found["counts"][-1] == 27
+    assert found["reach"] == pytest.approx(4 * size * (27 / 504) ** 0.5, rel=1e-5)
+
+
 def test_weights_are_noted_after_each_quarter() -> None:
     assert noted(120) == (30, 60, 90, 120)
     assert noted(3) == (1, 2, 3)
