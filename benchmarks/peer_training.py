@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from benchmarks.training import Feed, Trainer
 
 REGULARISATION = 5e-4
-"""What its authors use on CIFAR."""
+"""What its authors use on CIFAR, in the place of weight decay."""
+
+NORMALIZER = "max"
+"""What they divide the scores of a group by on CIFAR, so that groups can be ranked together."""
 
 
 @dataclass
 class PeerTrainer(Trainer):
     """A dense net whose groups are drawn towards 0 and sliced half way, by Torch-Pruning.
 
+    As in its authors' script (reproduce/main.py, method "group_sl"), there is no weight decay until then.
     A run that is stopped starts from the beginning: the sliced model has other shapes than a fresh one.
 
     Attributes:
@@ -35,6 +39,8 @@ class PeerTrainer(Trainer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for group in self.optimizers[0].param_groups:
+            group["weight_decay"] = 0.0
         self.peer = _pruner(self.model, 0.5, self.across)
 
     @property
@@ -113,7 +119,7 @@ def _pruner(model: nn.Module, ratio: float, across: bool) -> Any:
     return peer.pruner.GroupNormPruner(
         model,
         example,
-        importance=peer.importance.GroupMagnitudeImportance(p=2),
+        importance=peer.importance.GroupMagnitudeImportance(p=2, normalizer=NORMALIZER),
         reg=REGULARISATION,
         global_pruning=across,
         pruning_ratio=ratio,

@@ -1,16 +1,19 @@
 """The channel table on a few tiny images: equal savings, physically smaller, resumable."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pdp_fx
 from benchmarks import cifar_channels
-from benchmarks.peer_training import macs_of, sliced
+from benchmarks.methods import Budget
+from benchmarks.peer_training import PeerTrainer, macs_of, sliced
 from benchmarks.resnet_cifar import ResNet20
+from benchmarks.training import Settings
 from tests.benchmarks.tiny_data import write_cifar10
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
@@ -59,6 +62,49 @@ def test_slicing_by_the_peer_finds_the_least_ratio(across: bool) -> None:
 def test_slicing_refuses_a_saving_that_no_ratio_reaches() -> None:
     with pytest.raises(ValueError, match="no ratio below 1 saves 100.0%"):
         sliced(ResNet20(), 1.0, across=False)
+
+
+class Nothing:
+    """Empty images, whose loss has no gradient at weights before a batch norm."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(2):
+            yield torch.zeros(4, 3, 32, 32), torch.arange(4)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_peer_draws_weights_to_zero_by_its_regularisation_alone_until_it_slices(across: bool) -> None:
+    torch.manual_seed(0)
+    settings = Settings(rate=0.1, decay=1e-2, momentum=0.0, warmup=0.0)
+    run = PeerTrainer(ResNet20(), None, Budget(4, 2), settings, reduction=0.3, across=across)
+    rates = [0.1 * run.rate_factor(step) for step in range(8)]
+    before = run.model.get_parameter("conv1.weight").detach().clone()
+    sparse = run.epoch(Nothing())
+    assert sparse > 0
+    after = run.model.get_parameter("conv1.weight").detach()
+    left = (after / before).flatten(1)
+    # Its factors reach from 1 to 16, and are the same for all weights of a channel.
+    torch.testing.assert_close(left, left[:, :1].expand_as(left), rtol=0, atol=2e-6)
+    most, least = ((1 - rates[0] * 5e-4 * f) * (1 - rates[1] * 5e-4 * f) for f in (1, 16))
+    assert float(left.max()) == pytest.approx(most, abs=2e-6)
+    assert float(left.min()) == pytest.approx(least, abs=2e-5)
+    run.epoch(Nothing())
+    before = run.model.get_parameter("conv1.weight").detach().clone()
+    run.epoch(Nothing())
+    after = run.model.get_parameter("conv1.weight").detach()
+    decayed = (1 - rates[4] * 1e-2) * (1 - rates[5] * 1e-2)
+    torch.testing.assert_close(after, before * decayed, rtol=1e-5, atol=1e-7)
+
+
+def test_the_peer_ranks_groups_together_by_scores_over_their_largest() -> None:
+    torch.manual_seed(0)
+    run = PeerTrainer(ResNet20(), None, Budget(4, 2), Settings(), across=True)
+    run.peer.update_regularizer()
+    for group in run.peer._groups:
+        assert float(run.peer.estimate_importance(group).max()) == pytest.approx(1.0)
 
 
 def test_latency_is_relative_to_the_dense_net() -> None:
