@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import pdp_fx
 from benchmarks import results
+from benchmarks.cifar_table import name_of
 from benchmarks.data import Batches
 from benchmarks.methods import Budget, pdp_channels, scored_channels
 from benchmarks.peer_training import PeerTrainer
@@ -76,12 +77,15 @@ class Run:
 
 
 class ScoringTrainer(Trainer):
-    """Scores the channels when the schedule is about to fix its targets by them."""
+    """Scores the channels of the trained net, just before they go.
+
+    How many go in each group does not depend on the scores, and is fixed an epoch earlier.
+    """
 
     score: Callable[[nn.Module, Callable[[nn.Module], Tensor]], None]
 
     def after_epoch(self, batches: Feed) -> None:
-        if self.method is not None and self.done + 1 == self.method.schedule.start:
+        if self.method is not None and self.done + 1 == self.method.schedule.ramp_end:
             self.score(self.model, lambda model: _mean_loss(model, batches, self.done))
         super().after_epoch(batches)
 
@@ -167,16 +171,18 @@ def _wait(images: Tensor) -> None:
 def as_text(records: Sequence[Record], epochs: int, validated: bool = False) -> str:
     """One table for each share of saved multiply-accumulates, the dense net first."""
     fitting = [r for r in records if r["epochs"] == epochs and r["validated"] == validated]
+    on = "held out training images" if validated else "test images"
     heads = ["method", "accuracy %", "MACs e6", "saved %", "parameters", "latency, batch 1", "batch 64"]
     parts: list[str] = []
     for reduction in sorted({r["reduction"] for r in fitting if r["reduction"] is not None}):
-        found: dict[tuple[str, float], list[Record]] = {}
+        found: dict[str, list[Record]] = {}
         for record in fitting:
             if record["reduction"] in (None, reduction):
-                found.setdefault((record["method"], record["rate"]), []).append(record)
+                found.setdefault(name_of(record), []).append(record)
         dense_first = sorted(found.values(), key=lambda rows: rows[0]["method"] != "dense")
         body = [_row(rows) for rows in dense_first]
-        title = f"ResNet20 / CIFAR-10, channels, {reduction:.1%} of the MACs to be saved, {epochs} epochs"
+        what = f"channels, {reduction:.1%} of the MACs to be saved, {epochs} epochs"
+        title = f"ResNet20 / CIFAR-10, {what}, {on}"
         parts.append(f"{title}\n{tabulate(body, [*heads, 's/epoch'], disable_numparse=True)}\n")
     return "\n".join(parts)
 
@@ -190,7 +196,7 @@ def _row(records: Sequence[Record]) -> list[str]:
 
     times = [f"{statistics.fmean(r['latency'][batch] for r in records):.2f}x" for batch in ("1", "64")]
     return [
-        records[0]["method"] + ("" if records[0]["rate"] == 0.4 else f", rate {records[0]['rate']:g}"),
+        name_of(records[0]),
         spread([100 * record["hard"] for record in records]),
         f"{mean('macs') / 1e6:.2f}",
         f"{100 * (1 - mean('macs') / DENSE_MACS):.1f}",

@@ -83,7 +83,7 @@ def _miss(record: Record, ratio: float) -> float:
     return abs(record["sparsity"] - ratio)
 
 
-def _name(record: Record) -> str:
+def name_of(record: Record) -> str:
     """The method, with what differs from the common recipe."""
     rate = "" if record["rate"] == RATE else f", rate {record['rate']:g}"
     return record["method"] + rate + ("" if record["batch"] == BATCH else f", batch {record['batch']}")
@@ -96,7 +96,7 @@ def _row(records: Sequence[Record]) -> tuple[str, ...]:
         return statistics.fmean(record[name] for record in records)
 
     return (
-        _name(first),
+        name_of(first),
         spread([100 * record["hard"] for record in records]),
         "" if first["method"] == "dense" else spread([100 * record["soft"] for record in records]),
         f"{100 * mean('sparsity'):.2f}",

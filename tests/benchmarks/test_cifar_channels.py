@@ -13,8 +13,10 @@ from benchmarks import cifar_channels
 from benchmarks.methods import Budget
 from benchmarks.peer_training import PeerTrainer, macs_of, sliced
 from benchmarks.resnet_cifar import ResNet20
+from benchmarks.rivals import ScoredChannels
 from benchmarks.training import Settings
 from tests.benchmarks.tiny_data import write_cifar10
+from tests.nets import mask_of
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
 
@@ -75,6 +77,15 @@ class Nothing:
             yield torch.zeros(4, 3, 32, 32), torch.arange(4)
 
 
+class Noise(Nothing):
+    """The same noise in every batch."""
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            yield torch.randn(4, 3, 32, 32, generator=generator), torch.arange(4)
+
+
 @pytest.mark.parametrize("across", [False, True])
 def test_the_peer_draws_weights_to_zero_by_its_regularisation_alone_until_it_slices(across: bool) -> None:
     torch.manual_seed(0)
@@ -105,6 +116,35 @@ def test_the_peer_ranks_groups_together_by_scores_over_their_largest() -> None:
     run.peer.update_regularizer()
     for group in run.peer._groups:
         assert float(run.peer.estimate_importance(group).max()) == pytest.approx(1.0)
+
+
+def test_channels_go_by_the_scores_of_the_net_as_it_is_when_they_go(tmp_path: Path) -> None:
+    table = cifar_channels.ChannelTable(tmp_path, tmp_path, tmp_path, Settings())
+    run = table.trainer(cifar_channels.Run("scp-style", 0.5, 0, 6, rate=0.1), 2)
+    noise = Noise()
+    for _ in range(3):
+        run.epoch(noise)
+    mask = mask_of(run.model, "blocks_0_conv1")
+    assert isinstance(mask, ScoredChannels)
+    assert int(mask.count) > 0
+    gamma, beta = (run.model.get_parameter(f"blocks.0.bn1.{name}").detach() for name in ("weight", "bias"))
+    passed = torch.distributions.Normal(0.0, 1.0).cdf(beta / gamma.abs())
+    torch.testing.assert_close(mask.given, passed, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_tells_batch_sizes_apart_and_says_what_it_was_measured_on() -> None:
+    def record(batch: int, hard: float) -> dict[str, object]:
+        return {
+            "method": "pdp", "reduction": 0.5, "seed": 0, "epochs": 4, "validated": True, "rate": 0.4,
+            "batch": batch, "hard": hard, "macs": 2e7, "parameters": 1, "seconds": 1.0,
+            "latency": {"1": 0.5, "64": 0.5},
+        }  # fmt: skip
+
+    shown = cifar_channels.as_text([record(128, 0.9), record(64, 0.7)], 4, validated=True)
+    assert "4 epochs, held out training images" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["pdp", "90.00"] in [row[:2] for row in rows]
+    assert ["pdp,", "batch", "64", "70.00"] in [row[:4] for row in rows]
 
 
 def test_latency_is_relative_to_the_dense_net() -> None:
