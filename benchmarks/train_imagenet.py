@@ -83,6 +83,8 @@ class Run:
         """Train one epoch; the mean loss of this rank."""
         sampler: Any = self.train_data.sampler
         sampler.set_epoch(epoch)
+        # Crops, flips and dropout are those of this epoch and rank, also where a run goes on.
+        torch.manual_seed((self.options.seed * 1_000_003 + epoch) * self.place.ranks + self.place.rank)
         self.parallel.train()
         total = torch.zeros((), device=self.place.device)
         for number, (images, labels) in enumerate(self.train_data):

@@ -117,6 +117,32 @@ def test_a_run_goes_on_where_it_was_stopped_and_runs_in_a_process_group(
     assert 0.4 < last["converted"]["sparsity"] <= 0.5
 
 
+def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = train_imagenet.Run.save
+
+    def killed_after_one(run: train_imagenet.Run, epoch: int) -> None:
+        save(run, epoch)
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+    def chosen(name: str) -> list[str]:
+        # This network has dropout.
+        return options(images, tmp_path / name, "--network", "mobilenet_v2", epochs=3)
+
+    train_imagenet.main(chosen("whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_imagenet.Run, "save", killed_after_one)
+        with pytest.raises(KeyboardInterrupt):
+            train_imagenet.main(chosen("stopped"))
+    train_imagenet.main(chosen("stopped"))
+    whole, stopped = (torch.load(tmp_path / name / "last.pt") for name in ("whole", "stopped"))
+    assert lines(tmp_path / "whole")[-1] == lines(tmp_path / "stopped")[-1]
+    for name, value in whole["model"].items():
+        assert torch.equal(value, stopped["model"][name]), name
+
+
 def test_a_ramp_that_cannot_finish_is_refused_before_the_training(images: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="reaches the full target at epoch 83"):
         train_imagenet.main([str(images), "--out", str(tmp_path), "--epochs", "60", "--workers", "0"])
