@@ -69,8 +69,9 @@ class PeerTrainer(Trainer):
     def save(self, path: Path) -> None:
         """Nothing: see above."""
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path) -> str:
         """Nothing: see above."""
+        return self.settings.precision
 
 
 def sliced(model: nn.Module, reduction: float, across: bool) -> nn.Module:

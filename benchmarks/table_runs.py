@@ -88,9 +88,16 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
         """What the table shows of a run that is over, beside the `facts`."""
 
     def run(self, run: AnyRun) -> Record:
-        """The record of a run, from the results or from training it now."""
+        """The record of a run, from the results or from training it now.
+
+        Raises:
+            ValueError: the results, or the state of a run that was stopped, are of another precision.
+        """
         found = results.load(self.out).get(run.key)
-        return self.train(run) if found is None else found
+        if found is None:
+            return self.train(run)
+        self._refuse_other(found["settings"]["precision"], self.out, run)
+        return found
 
     def train(self, run: AnyRun) -> Record:
         """Train a run, from where it was stopped or from the beginning, and write its record down."""
@@ -98,7 +105,7 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
         trainer = self.trainer(run, len(feed))
         state = self.states / f"{run.key.replace(' ', '_')}.pt"
         if state.exists():
-            trainer.load(state)
+            self._refuse_other(trainer.load(state), state, run)
         state.parent.mkdir(parents=True, exist_ok=True)
         while trainer.done < run.epochs:
             loss = trainer.epoch(feed)
@@ -113,6 +120,14 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
         results.add(self.out, record)
         state.unlink(missing_ok=True)
         return record
+
+    def _refuse_other(self, precision: str, place: Path, run: AnyRun) -> None:
+        """Refuse what was trained in another precision: runs are not told apart by it."""
+        if precision != self.settings.precision:
+            raise ValueError(
+                f"{place} has {run.key!r} in {precision}, but --precision is {self.settings.precision}; "
+                "give another --out and other --states"
+            )
 
 
 @dataclass

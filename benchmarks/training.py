@@ -253,6 +253,7 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "remembered": self.remembered,
             "done": self.done,
+            "precision": self.settings.precision,
             "seconds": self.seconds,
             "losses": self.losses,
             "flips": self.flips,
@@ -263,8 +264,8 @@ class Trainer:
         torch.save(state, part)
         part.replace(path)
 
-    def load(self, path: Path) -> None:
-        """Go on from what `save` wrote."""
+    def load(self, path: Path) -> str:
+        """Go on from what `save` wrote; the precision of the training so far."""
         state: State = torch.load(path, map_location=self.settings.device)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -273,6 +274,7 @@ class Trainer:
         self.seconds, self.losses = state["seconds"], state["losses"]
         self.flips, self.pruned, self.weights = state["flips"], state["pruned"], state.get("weights", [])
         self.gone = pruned_units(self.model)
+        return state.get("precision", self.settings.precision)
 
 
 def evaluating(model: nn.Module, soft: bool) -> None:

@@ -88,6 +88,23 @@ def test_a_finished_run_is_not_run_again_and_a_stopped_one_goes_on(
     assert len(lines(arguments)) == 1
 
 
+def test_runs_of_another_precision_are_neither_shown_nor_gone_on_with(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [*arguments, "--methods", "dense"]
+    other = [*chosen[: chosen.index("fp32")], "bf16", "--methods", "dense"]
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "add", lambda *_: pytest.fail("stopped"))
+        with pytest.raises(pytest.fail.Exception):
+            cifar.main(chosen)
+    with pytest.raises(ValueError, match=r"\.pt has 'dense own .* in fp32, but --precision is bf16"):
+        cifar.main(other)
+    cifar.main(chosen)
+    with pytest.raises(ValueError, match=r"\.jsonl has .* give another --out"):
+        cifar.main(other)
+    assert len(lines(arguments)) == 1
+
+
 def test_a_search_tries_knobs_until_the_sparsity_is_met(arguments: list[str]) -> None:
     cifar.main([*arguments, "--methods", "str", "--trials", "3", "--validate"])
     records = lines(arguments)
