@@ -29,7 +29,7 @@ from benchmarks.minilm import find_weights, pretrained, tokens
 from benchmarks.results import Record, spread
 from benchmarks.sentences import SentenceBatches, Sentences, taught
 from benchmarks.table_runs import Table, converted, mean_seconds, parsed, table_parser
-from benchmarks.training import Settings, Trainer, accuracy, evaluating
+from benchmarks.training import Settings, Trainer, accuracy, evaluating, save_whole
 
 PARTS = 4
 """Parts of a pass over the sentences that count as epochs, so that a ramp has more than a few steps."""
@@ -152,7 +152,7 @@ class SentenceTable(Table[Run, SentenceBatches]):
         model, dense = trainer.model, run.ratio is None
         train, held = self.split(run.validated)
         if run.method == "teacher":
-            torch.save(logits(model, train.ids), self._opinions_file(run))
+            save_whole(logits(model, train.ids), self._opinions_file(run))
         report = pdp_fx.report(model.eval(), self.example())
         rows = [row for row in report.rows if row.layer.startswith("encoder.")]
         hard = accuracy(model, feed, held)

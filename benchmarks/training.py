@@ -260,9 +260,7 @@ class Trainer:
             "pruned": self.pruned,
             "weights": self.weights,
         }
-        part = path.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(path)
+        save_whole(state, path)
 
     def load(self, path: Path) -> str:
         """Go on from what `save` wrote; the precision of the training so far."""
@@ -275,6 +273,13 @@ class Trainer:
         self.flips, self.pruned, self.weights = state["flips"], state["pruned"], state.get("weights", [])
         self.gone = pruned_units(self.model)
         return state.get("precision", self.settings.precision)
+
+
+def save_whole(value: Any, path: Path) -> None:
+    """Write a file that is there as a whole or not at all, whenever the process is killed."""
+    part = path.with_suffix(".part")
+    torch.save(value, part)
+    part.replace(path)
 
 
 def evaluating(model: nn.Module, soft: bool) -> None:

@@ -97,6 +97,26 @@ def test_a_teacher_is_trained_again_if_its_logits_are_gone(arguments: list[str],
     torch.testing.assert_close(table.opinions(teacher), expected)
 
 
+def test_a_teacher_that_is_killed_while_it_writes_leaves_no_half_of_its_logits(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def killed(value: Any, path: Path) -> None:
+        save(value, path)
+        if "logits" in path.name:
+            path.write_bytes(path.read_bytes()[:100])
+            raise KeyboardInterrupt
+
+    chosen = [*arguments, "--methods", "dense-distilled"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sst2.main(chosen)
+    sst2.main(chosen)
+    assert list(records(arguments)) == ["teacher", "dense-distilled"]
+
+
 def test_tuning_sees_training_sentences_only(arguments: list[str], tmp_path: Path) -> None:
     for name in ("dev", "test"):
         (tmp_path / f"sst2_{name}.tsv").write_text("a film\t0\n")
