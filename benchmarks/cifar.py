@@ -28,7 +28,7 @@ from benchmarks.cifar_table import as_text
 from benchmarks.data import Batches
 from benchmarks.methods import METHODS, PATTERN_METHODS, Budget, Counts
 from benchmarks.results import Record
-from benchmarks.table_runs import ImageTable, converted, epochs_of, image_parser, parsed
+from benchmarks.table_runs import ImageTable, converted, epochs_of, image_parser, parsed, positive
 from benchmarks.training import Settings, Trainer, accuracy
 from pdp_fx.allocation import allocate, most_prunable
 
@@ -142,11 +142,16 @@ class Bench(ImageTable[Run]):
 def pattern(text: str) -> tuple[int, int]:
     """The numbers of an N:M pattern.
 
+    Raises:
+        ValueError: the text is none.
+
     Example:
         >>> pattern("2:4")
         (2, 4)
     """
-    keep, of = text.split(":")
+    keep, _, of = text.partition(":")
+    if not (keep.isdecimal() and of.isdecimal() and 0 < int(keep) < int(of)):
+        raise ValueError(f"expected a pattern such as 2:4, the kept count first, got {text!r}")
     return int(keep), int(of)
 
 
@@ -202,12 +207,17 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--patterns", nargs="+", default=[], metavar="N:M", help="N:M patterns instead of --sparsity"
     )
-    parser.add_argument("--trials", type=int, default=8, help="trainings of a search for a sparsity")
+    parser.add_argument("--trials", type=positive, default=8, help="trainings of a search for a sparsity")
     options = parsed(parser, arguments)
     known = PATTERN_METHODS if options.patterns else METHODS
     unknown = [name for name in options.methods if name != "dense" and name not in known]
     if unknown:
         parser.error(f"{', '.join(unknown)}: only with{'out' if options.patterns else ''} --patterns")
+    for text in options.patterns:
+        try:
+            pattern(text)
+        except ValueError as err:
+            parser.error(f"--patterns: {err}")
     return options
 
 

@@ -24,11 +24,14 @@ from benchmarks.data import load_shakespeare
 from benchmarks.gpt2 import GPT2, Config
 from benchmarks.methods import METHODS, Budget
 from benchmarks.results import Record, spread
-from benchmarks.table_runs import Table, converted, parsed, table_parser
+from benchmarks.table_runs import Table, converted, parsed, positive, table_parser
 from benchmarks.training import Settings, Trainer, evaluating
 
 STEPS = 100
 """Optimizer steps that count as an epoch."""
+
+HEADS = 4
+"""Of attention."""
 
 SKIPPED = {"lm_head": None}
 CHOSEN = ("dense", *(name for name in METHODS if name not in ("str", "cs", "st3-sigma")))
@@ -140,7 +143,7 @@ class TextTable(Table[Run, TextBatches]):
 
     def trainer(self, run: Run, steps: int) -> Trainer:
         torch.manual_seed(run.seed)
-        config = Config(run.positions, self.text[2], run.layers, 4, run.width)
+        config = Config(run.positions, self.text[2], run.layers, HEADS, run.width)
         model, budget = GPT2(config).to(self.settings.device), Budget(run.epochs, steps)
         if run.method == "dense" or run.ratio is None:
             return Trainer(model, None, budget, self.settings)
@@ -203,15 +206,19 @@ def main(arguments: list[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--methods", nargs="+", default=["dense", "gmp", "optg", "pdp"], choices=CHOSEN)
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.75])
-    parser.add_argument("--steps", type=int, default=2000, help="of the optimizer, in hundreds")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--positions", type=int, default=128)
+    parser.add_argument("--steps", type=positive, default=2000, help="of the optimizer, in hundreds")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--width", type=positive, default=128, help=f"a multiple of its {HEADS} heads")
+    parser.add_argument("--positions", type=positive, default=128)
     options = parsed(parser, arguments)
+    if options.steps % STEPS or options.steps < 2 * STEPS:
+        parser.error(f"--steps: expected a multiple of {STEPS}, {2 * STEPS} or more, got {options.steps}")
+    if options.width % HEADS:
+        parser.error(f"--width: expected a multiple of the {HEADS} heads, got {options.width}")
     settings = Settings(options.rate, 0.1, 0.9, 0.05, options.precision, options.device, adam=True, clip=1.0)
     table = TextTable(options.data, options.out, options.states, settings)
     sizes = (options.layers, options.width, options.positions, options.batch, options.rate)
-    like = Run("", None, 0, max(options.steps // STEPS, 2), options.validate, *sizes)
+    like = Run("", None, 0, options.steps // STEPS, options.validate, *sizes)
     for method in () if options.table else options.methods:
         for seed in options.seeds:
             for ratio in [None] if method == "dense" else options.sparsity:

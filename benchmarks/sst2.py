@@ -28,7 +28,7 @@ from benchmarks.methods import METHODS, Budget
 from benchmarks.minilm import find_weights, pretrained, tokens
 from benchmarks.results import Record, spread
 from benchmarks.sentences import SentenceBatches, Sentences, taught
-from benchmarks.table_runs import Table, converted, mean_seconds, parsed, table_parser
+from benchmarks.table_runs import Table, converted, mean_seconds, parsed, positive, table_parser
 from benchmarks.training import Settings, Trainer, accuracy, evaluating, save_whole
 
 PARTS = 4
@@ -249,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     default = ["dense", "dense-distilled", "gmp", "movement", "optg", "pdp"]
     parser.add_argument("--methods", nargs="+", default=default, choices=CHOSEN)
     parser.add_argument("--sparsity", nargs="+", type=float, default=[0.9])
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=positive, default=6)
     options = parsed(parser, arguments)
     settings = Settings(
         options.rate, 0.01, 0.9, 5 / 140, options.precision, options.device, adam=True, clip=1.0

@@ -102,6 +102,8 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
     def train(self, run: AnyRun) -> Record:
         """Train a run, from where it was stopped or from the beginning, and write its record down."""
         feed = self.feed(run)
+        if len(feed) == 0:
+            raise ValueError(f"{run.key}: the training data do not fill a batch; give a smaller --batch")
         trainer = self.trainer(run, len(feed))
         state = self.states / f"{run.key.replace(' ', '_')}.pt"
         if state.exists():
@@ -155,6 +157,17 @@ class ImageTable(Table[AnyImageRun, Batches]):
         return ResNet20().to(self.settings.device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
+def positive(text: str) -> int:
+    """The whole number above 0 that an option is.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
 def table_parser(
     description: str, name: str, *, data: str, states: str, rate: float, batch: int, precision: str
 ) -> argparse.ArgumentParser:
@@ -176,7 +189,7 @@ def table_parser(
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--validate", action="store_true", help="hold out training data: for tuning")
     parser.add_argument("--rate", type=float, default=rate, help="peak learning rate")
-    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--batch", type=positive, default=batch)
     parser.add_argument("--precision", default=precision, choices=["fp32", "bf16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU")
@@ -190,7 +203,7 @@ def image_parser(description: str, name: str) -> argparse.ArgumentParser:
         description, name, data="CIFAR-10", states="out/cifar", rate=0.4, batch=128, precision="bf16"
     )
     parser.add_argument("--short", action="store_true", help=f"{SHORT} epochs instead of --epochs")
-    parser.add_argument("--epochs", type=int, default=120)
+    parser.add_argument("--epochs", type=positive, default=120)
     return parser
 
 

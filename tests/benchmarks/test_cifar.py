@@ -105,6 +105,30 @@ def test_runs_of_another_precision_are_neither_shown_nor_gone_on_with(
     assert len(lines(arguments)) == 1
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--patterns", "24"], "--patterns: expected a pattern such as 2:4, the kept count first, got '24'"),
+        (["--patterns", "4:2"], "the kept count first, got '4:2'"),
+        (["--epochs", "0"], "--epochs: expected a whole number above 0, got '0'"),
+        (["--batch", "-8"], "--batch: expected a whole number above 0, got '-8'"),
+        (["--trials", "few"], "--trials: expected a whole number above 0, got 'few'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    more: list[str], message: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cifar.main([*arguments, "--methods", "dense", *more])
+    assert message in capsys.readouterr().err
+    assert not Path(arguments[3]).exists()
+
+
+def test_a_batch_that_is_never_full_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(ValueError, match="the training data do not fill a batch; give a smaller --batch"):
+        cifar.main([*arguments, "--methods", "dense", "--batch", "1000"])
+
+
 def test_a_search_tries_knobs_until_the_sparsity_is_met(arguments: list[str]) -> None:
     cifar.main([*arguments, "--methods", "str", "--trials", "3", "--validate"])
     records = lines(arguments)

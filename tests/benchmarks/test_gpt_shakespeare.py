@@ -35,6 +35,22 @@ def test_a_table_has_every_method_beside_the_paper(
     assert "epoch 6 of 6" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "150"], "--steps: expected a multiple of 100, 200 or more, got 150"),
+        (["--steps", "100"], "--steps: expected a multiple of 100, 200 or more, got 100"),
+        (["--width", "30"], "--width: expected a multiple of the 4 heads, got 30"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpt_shakespeare.main(["--data", str(tmp_path), "--out", str(tmp_path / "gpt.jsonl"), *more])
+    assert message in capsys.readouterr().err
+
+
 def test_batches_are_pieces_and_what_follows_them() -> None:
     batches = TextBatches(torch.arange(50), 5, 3, seed=1)
     inputs, labels = next(batches.epoch(2))
