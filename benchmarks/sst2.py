@@ -126,7 +126,7 @@ class SentenceTable(Table[Run, SentenceBatches]):
     def opinions(self, teacher: Run) -> Tensor:
         """A teacher's logits for the training sentences, from a file or from training it now."""
         path = self._opinions_file(teacher)
-        if not path.exists():
+        if not path.exists() or teacher.key not in results.load(self.out):
             self.train(teacher)
         return torch.load(path, map_location=self.settings.device)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pdp_fx
-from benchmarks import sst2
+from benchmarks import results, sst2
 from benchmarks.data import DataMissingError
 from benchmarks.methods import METHODS, Budget
 from benchmarks.minilm import Classifier, find_weights, pretrained, tokens
@@ -115,6 +115,22 @@ def test_a_teacher_that_is_killed_while_it_writes_leaves_no_half_of_its_logits(
             sst2.main(chosen)
     sst2.main(chosen)
     assert list(records(arguments)) == ["teacher", "dense-distilled"]
+
+
+def test_a_teacher_that_is_killed_before_its_record_is_written_gets_one(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    chosen = [*arguments, "--methods", "dense-distilled"]
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sst2.main(chosen)
+    sst2.main(chosen)
+    assert list(records(arguments)) == ["teacher", "dense-distilled"]
+    assert [path.suffixes[-2:] for path in (tmp_path / "s").iterdir()] == [[".logits", ".pt"]]
 
 
 def test_tuning_sees_training_sentences_only(arguments: list[str], tmp_path: Path) -> None:
