@@ -143,6 +143,28 @@ def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(
         assert torch.equal(value, stopped["model"][name]), name
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--granularity", "channels"], "give the share of MACs to save with --sparsity"),
+        (["--epochs", "0"], "--epochs: expected a whole number above 0, got '0'"),
+        (["--batch", "0"], "--batch: expected a whole number above 0, got '0'"),
+    ],
+)
+def test_options_that_the_recipe_would_stand_in_for_are_refused(
+    more: list[str], message: str, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_imagenet.main([str(images), "--workers", "0", *more])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--sparsity", "--ramp-epsilon"])
+def test_a_target_or_a_step_of_zero_is_refused(name: str, images: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError):
+        train_imagenet.main([*options(images, tmp_path), name, "0"])
+
+
 def test_a_ramp_that_cannot_finish_is_refused_before_the_training(images: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="reaches the full target at epoch 83"):
         train_imagenet.main([str(images), "--out", str(tmp_path), "--epochs", "60", "--workers", "0"])
