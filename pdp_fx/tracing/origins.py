@@ -39,6 +39,11 @@ class Origins:
     def __init__(self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
         self._attributes = {id(tensor): Attribute(path) for path, tensor in named}
+        self._own = {
+            (id(module), name): id(parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+        }
         self._stored = {storage_of(tensor) for _, tensor in named}
         self._watch = watch
         self._alias = alias
@@ -62,6 +67,14 @@ class Origins:
 
     def _known(self, tensor: torch.Tensor) -> Value | None:
         return self._values.get(tensor) or self._attributes.get(id(tensor)) or self._constants.get(id(tensor))
+
+    def lends(self, module: nn.Module) -> bool:
+        """Whether a module has other parameters than its own for now: `functional_call` lends them."""
+        return any(
+            parameter is not None and self._own.get((id(part), name)) != id(parameter)
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+        )
 
     def constant(self, tensor: torch.Tensor) -> Constant:
         """Take a tensor for a constant.

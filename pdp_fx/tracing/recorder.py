@@ -134,10 +134,15 @@ class Recorder:
         path = self.paths.get(id(module), "")
         if not path:
             return call(module, *args, **kwargs)
-        if is_whole(module) or Whole(path) in self.findings.opaque:
+        whole = Whole(path)
+        lent = self.origins.lends(module)
+        if lent and whole in self.findings.opaque:
+            why = f"lends tensors to {path}, which cannot be looked into"
+            raise UnrecordableError(why, Whole(self.scope.path), instead_of=whole)
+        if whole in self.findings.opaque or (is_whole(module) and not lent):
             with self.silent():
                 step = self.step("call_module", path, args, kwargs)
-                step.reason = self.findings.opaque.get(Whole(path), "")
+                step.reason = self.findings.opaque.get(whole, "")
                 return self._whole(step, call, (module, *args), kwargs)
         with self._entered(path, module):
             return call(module, *args, **kwargs)
