@@ -198,7 +198,7 @@ class Recorder:
         result, changed = self._run_and_compare(call, args, kwargs, step, operands)
         if alone is not None:
             self._check_given(alone, step, operands, result, owned)
-        step.updates = versions != [_version(buffer) for buffer in buffers]
+        step.updates |= versions != [_version(buffer) for buffer in buffers]
         if step.reason:
             self.watch.allow_drawn()
         if self.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
@@ -320,7 +320,7 @@ class Recorder:
             raise UnrecordableError(f"looks at numbers in the autograd function {call.__name__}")
         values = list(all_values((step.args, step.kwargs)))
         whole = step.op == "call_module" or bool(step.reason)
-        step.random = self.watch.random
+        step.random, step.updates = self.watch.random, self.watch.updates
         step.data = whole or step.random or any(is_data(value) for value in values)
         step.ragged = self.watch.ragged or any(is_ragged(value) for value in values)
         pairs = zip(operands, versions, strict=True)

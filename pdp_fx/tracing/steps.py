@@ -69,7 +69,7 @@ class Step:
         changes: the values it changes in place.
         observed: whether somebody other than the users of its result sees that change.
         random: whether it drew random numbers.
-        updates: whether it is a module that changed buffers of its own.
+        updates: whether it changed running statistics, or other buffers of the module that it is.
         reason: for an opaque module, why it was not traced through.
         decides: whether it checks what users' code has found true of sizes.
     """

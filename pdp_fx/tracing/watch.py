@@ -25,6 +25,9 @@ _REGULAR_CUSTOM = frozenset(
     "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward".split()
 )
 
+_UPDATING = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())
+"""Operations that, told to train, write to their running statistics without saying so."""
+
 
 class Watch(TorchDispatchMode):
     """Notes which storages come from this run, and what the current call does.
@@ -37,6 +40,7 @@ class Watch(TorchDispatchMode):
         ragged: whether it gave a size that depends on numbers.
         read_numbers: whether it read a number out of a tensor.
         read_weights: whether it used a parameter of the model.
+        updates: whether it wrote to running statistics.
         touched: the storages of all tensors that its operations were given.
     """
 
@@ -46,6 +50,7 @@ class Watch(TorchDispatchMode):
         self.ragged = False
         self.read_numbers = False
         self.read_weights = False
+        self.updates = False
         self.touched: set[int] = set()
         self._ragged = WeakTensorKeyDictionary()
         self._generators = generator_states()
@@ -87,7 +92,7 @@ class Watch(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Generator["Watch", None, None]:
         """Watch one call: the attributes tell about it afterwards."""
-        self.random = self.ragged = self.read_numbers = self.read_weights = False
+        self.random = self.ragged = self.read_numbers = self.read_weights = self.updates = False
         self.touched = set()
         state = torch.default_generator.get_state()
         yield self
@@ -107,6 +112,7 @@ class Watch(TorchDispatchMode):
         result: Any = func(*args, **kwargs)
         self._follow_ragged(func, args, kwargs, result)
         self.read_numbers = self.read_numbers or func is torch.ops.aten._local_scalar_dense.default
+        self.updates = self.updates or _updates(func, args)
         if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
             self.random = True
         mine = {storage_of(tensor) for tensor in flat_tensors((args, kwargs))}
@@ -129,6 +135,10 @@ class Watch(TorchDispatchMode):
             for tensor in flat_tensors(result):
                 if all(tensor is not other for other in read):
                     self._ragged[tensor] = True
+
+
+def _updates(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    return func._opname in _UPDATING and args[3] is not None and bool(args[5])
 
 
 def _is_ragged(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:

@@ -158,7 +158,7 @@ class Writer:
         if step.observed or step.reason or step.target in _CHANGES_STATE:
             return False
         if step.op != "call_module":
-            return not step.random
+            return not (step.random or step.updates)
         module = self.tree.get_submodule(str(step.target))
         if isinstance(module, _ALWAYS_DRAWS):
             return False

@@ -255,3 +255,20 @@ def test_what_was_kept_from_an_earlier_evaluation_is_no_constant() -> None:
     with torch.no_grad():
         model.weight.add_(1)
     assert torch.equal(gm.eval()(torch.ones(4)), model.weight.exp())
+
+
+class Discards(nn.Module):
+    """Normalises by a function, whose result nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        F.batch_norm(h, self.norm.running_mean, self.norm.running_var, training=self.training)
+        return h
+
+
+def test_running_statistics_follow_what_is_normalised_for_nobody() -> None:
+    exact(Discards(), torch.randn(5, 4), torch.randn(3, 4))
