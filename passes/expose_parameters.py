@@ -16,6 +16,8 @@ from torch import fx, nn
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.computed_weights import read_to_write
+from pdp_fx.example_inputs import trial
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of, named_modules, owned_names
 from pdp_fx.passes.choose_targets import Plan
@@ -125,15 +127,30 @@ def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
 
 
 def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:
-    """Let the first read of each wanted parameter serve all its uses."""
-    first: dict[str, fx.Node] = {}
+    """Let one read of each wanted parameter serve all its uses.
+
+    What writes to parameters in training mode goes on reading and writing them as they are, without masks.
+    """
+    with trial(gm):
+        writing = read_to_write(gm, names)
+
+    def uses(user: fx.Node) -> bool:
+        return user not in writing
+
+    found: dict[str, fx.Node] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
         owner, _, attribute = str(node.target).rpartition(".")
         name = names.get(id(getattr(gm.get_submodule(owner), attribute, None)), "")
-        if name not in wanted:
+        users = [user for user in node.users if uses(user)]
+        if name not in wanted or (node.users and not users):
             continue
-        if name in first:
-            node.replace_all_uses_with(first[name])
+        if name in found:
+            node.replace_all_uses_with(found[name], delete_user_cb=uses)
+        elif len(users) == len(node.users):
+            found[name] = node
         else:
-            first[name] = node
-    return first
+            with gm.graph.inserting_before(min(users)):
+                found[name] = gm.graph.get_attr(str(node.target))
+            found[name].meta = dict(node.meta)
+            node.replace_all_uses_with(found[name], delete_user_cb=uses)
+    return found

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx, nn
 
 from pdp_fx.channels.record import StandIn
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import Effect, Standing, effects, sources_of, stored_nodes
+from pdp_fx.computed_weights import (
+    Effect,
+    Standing,
+    effects,
+    idle_in_eval,
+    sources_of,
+    stored_nodes,
+    writes,
+)
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import trial
 from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
-from pdp_fx.tracing.functions import acts_in_place
-from pdp_fx.tracing.modes import When
 
 
 @dataclass(frozen=True)
@@ -249,16 +255,10 @@ def _attribute(gm: fx.GraphModule, target: str) -> object:
 
 
 def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> set[str]:
-    """Parameters that no mask can be put on: used inside a module, or written to as the model runs.
-
-    A module that is called in one mode only is given to the function that calls it.
-    """
-    found: set[str] = set()
+    """Parameters that no mask can be put on: used inside a module, or written to in eval mode, too."""
+    trains = idle_in_eval(gm.graph)
+    found = {name for node, written in writes(gm, names).items() if node not in trains for name in written}
     for node in gm.graph.nodes:
-        if acts_in_place(node):
-            written: Any = node.args[int(isinstance(node.target, When))]
-            if written.op == "get_attr":
-                found.add(names[id(_attribute(gm, str(written.target)))])
         if _is_passed_on(node, gm):
             found |= {names[id(tensor)] for tensor in gm.get_submodule(str(node.target)).parameters()}
         if node.op != "call_module":

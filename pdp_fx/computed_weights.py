@@ -20,8 +20,10 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.channels.record import StandIn
 from pdp_fx.channels.running import evaluating
-from pdp_fx.tracing.functions import acts_in_place
+from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.modes import When
+from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.watch import storage_of
 
 Values = dict[str, Tensor]
 
@@ -148,9 +150,38 @@ def idle_in_eval(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def read_to_write(gm: fx.GraphModule, names: Mapping[int, str]) -> set[fx.Node]:
+    """The nodes that write to parameters in training mode only, and what serves nothing else."""
+    trains = idle_in_eval(gm.graph)
+    found = {node for node in writes(gm, names) if node in trains}
+    for node in reversed(gm.graph.nodes) if found else ():
+        if node in trains and node.users and found.issuperset(node.users):
+            found.add(node)
+    return found
+
+
 def _only_trains(node: fx.Node) -> bool:
     flag: Any = node.args[0] if isinstance(node.target, When) else None
     return isinstance(flag, fx.Node) and flag.target is getattr and str(flag.args[1]) == "training"
+
+
+def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> dict[fx.Node, set[str]]:
+    """The nodes that write to parameters, be it through a view or in training mode only, with their names.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        names: the name of every parameter and buffer by its id.
+    """
+    acting = [node for node in gm.graph.nodes if acts_in_place(node)]
+    stored = stored_nodes(gm) if acting else set[fx.Node]()
+    memory: dict[int, set[str]] = {}
+    for parameter in gm.parameters() if acting else ():
+        memory.setdefault(storage_of(parameter), set()).add(names[id(parameter)])
+    found: dict[fx.Node, set[str]] = {}
+    for node in acting:
+        values = tensors([computed(gm, written) for written in written_by(node) if written in stored])
+        found[node] = set[str]().union(*(memory.get(storage_of(value), ()) for value in values))
+    return {node: written for node, written in found.items() if written}
 
 
 def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:

@@ -15,6 +15,7 @@ from pdp_fx import (
     Channels,
     PassError,
     PruneSpec,
+    SpecError,
     StateError,
     Unstructured,
 )
@@ -315,12 +316,12 @@ class Clamped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 8, max_norm=0.1)
-        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.fc, self.hidden, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.fc.weight.clamp_(-0.1, 0.1)
-        return self.out(functional.relu(self.fc(self.table(x))))
+        return self.out(functional.relu(self.hidden(self.fc(self.table(x)))))
 
 
 @every_rule
@@ -335,6 +336,60 @@ def test_a_model_that_writes_to_its_weights_is_left_as_it_was_and_goes_on_writin
     pdp_fx.step(prepared)
     converted = pdp_fx.convert(prepared)
     torch.testing.assert_close(converted(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)
+
+
+class Follows(nn.Module):
+    """A teacher that follows its student while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = follower(), follower()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                theirs.data.lerp_(ours.detach(), 0.1)
+        return self.student(x), self.teacher(x).detach()
+
+
+def follower() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@every_rule
+def test_what_is_written_to_parameters_in_training_reaches_them(rule: Rule) -> None:
+    model, x = shake(Follows()), torch.randn(5, 8)
+    wanted = Follows()
+    wanted.load_state_dict(model.state_dict())
+    prepared = pdp_fx.prepare(model, at_once(rule), x)
+    prepared(x)
+    wanted(x)
+    torch.testing.assert_close(model.state_dict(), wanted.state_dict(), rtol=0, atol=0)
+    pdp_fx.step(prepared)
+    students, teachers = (dict(part.named_parameters()) for part in (model.student, model.teacher))
+    expected = {name: teachers[name].lerp(student, 0.1) for name, student in students.items()}
+    prepared(x)
+    torch.testing.assert_close(teachers, expected, rtol=0, atol=0)
+    converted = pdp_fx.convert(prepared)
+    torch.testing.assert_close(converted(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)
+
+
+class KeepsRowsOfLengthOne(nn.Module):
+    """Afterwards all rows are as long, so that none is the weakest any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.fc.weight.copy_(functional.normalize(self.fc.weight, dim=1))
+        return self.out(functional.relu(self.norm(self.fc(x))))
+
+
+def test_channels_stay_whose_weights_are_written_to_in_eval_mode() -> None:
+    with pytest.raises(SpecError, match="the model writes to this parameter in eval mode, too"):
+        pdp_fx.prepare(KeepsRowsOfLengthOne(), at_once(Channels(0.5)), torch.randn(3, 8))
 
 
 class TwoInputs(nn.Module):

@@ -69,6 +69,7 @@ class LabelFlow(TorchDispatchMode):
         self._aliases = Aliases()
         self._names: dict[int, str] = {}
         self._standing: list[Tensor] = []
+        self._parameters = frozenset(name for name, _ in gm.named_parameters())
         self._buffers = frozenset(name for name, _ in gm.named_buffers())
         for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
             self._names.setdefault(id(tensor), name)
@@ -83,8 +84,10 @@ class LabelFlow(TorchDispatchMode):
             return result
         self.looked = self.looked or func is aten._local_scalar_dense.default
         call = Call(func, args, kwargs or {}, result)
-        mutates = func._schema.is_mutable and not _fills_with_zero(call)
-        writes = list(self._aliases.writes(call, self._labelled)) if mutates else []
+        writes: list[Write] = []
+        if func._schema.is_mutable and not _fills_with_zero(call):
+            writes += self._aliases.writes(call, self._labelled)
+            self._keep_written(call.args[0])
         self._note_stored(call)
         self._rules(call)(call, self)
         for write in writes:
@@ -109,6 +112,11 @@ class LabelFlow(TorchDispatchMode):
                 self._stored[alias] = self.is_stored(alias) and self.is_stored(write.target)
             if stays:
                 self._aliases.lose(alias, stays, self._reason(*OVERWRITTEN))
+
+    def _keep_written(self, written: Any) -> None:
+        """Keep the channels of a parameter that is written to in eval mode: their ranks would change."""
+        if isinstance(written, Tensor) and self._names.get(id(written), "") in self._parameters:
+            self.freeze_all([written], "the model writes to this parameter in eval mode, too")
 
     def _note_stored(self, call: Call) -> None:
         sources = call.tensors()

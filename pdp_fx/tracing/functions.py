@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import has_side_effect
+from torch.fx.node import map_arg
+
+from pdp_fx.tracing.modes import When
 
 Form = tuple[str, str | Callable[..., Any], tuple[Any, ...]]
 
@@ -115,8 +118,20 @@ def acts_in_place(node: fx.Node) -> bool:
     """Whether a node calls a function or method that changes a tensor."""
     if node.op not in ("call_method", "call_function"):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace") is True:
+        return True
+    target = node.target.function if isinstance(node.target, When) else node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return is_in_place(f"__{name}__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """What a node that acts in place changes."""
+    place = int(isinstance(node.target, When))
+    found: list[fx.Node] = []
+    given = [*node.args[place:], *node.kwargs.values()]
+    map_arg(node.kwargs.get("out") or given[:1], found.append)
+    return found
 
 
 def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:
