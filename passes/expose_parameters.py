@@ -23,6 +23,7 @@ from pdp_fx.ops.kinds import kind_of, named_modules, owned_names
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.modes import called_module
 
 
 @dataclass
@@ -69,8 +70,9 @@ class ExposeParameters(Pass):
         names = owned_names(gm)
         swaps: dict[nn.Module, nn.Module] = {}
         for node in list(gm.graph.nodes):
-            if node.op == "call_module":
-                _expose(gm, node, wanted, names, swaps)
+            called = called_module(node)
+            if called is not None:
+                _expose(gm, node, called, wanted, names, swaps)
         swap_modules(gm, swaps)
         computed = _standing(gm, ctx)
         reads = _merge_reads(gm, wanted - computed.keys(), names)
@@ -97,12 +99,12 @@ def _standing(gm: fx.GraphModule, ctx: Context) -> dict[str, fx.Node]:
 def _expose(
     gm: fx.GraphModule,
     node: fx.Node,
+    target: str,
     wanted: set[str],
     names: dict[int, str],
     swaps: dict[nn.Module, nn.Module],
 ) -> None:
     """Pass the wanted parameters of a module to it as arguments; ``swaps`` collects what takes them."""
-    target = str(node.target)
     module = gm.get_submodule(target)
     kind = kind_of(module)
     if kind is None:

@@ -22,6 +22,7 @@ from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import trial
 from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
+from pdp_fx.tracing.modes import called_module, called_modules
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,11 @@ def _site(parameter: str, uses: list[_Use], whole: StandIn | None, barred: str |
 
 def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> list[tuple[str, _Use]]:
     """The weights that the modules inside ``node`` own and use."""
-    if node.op != "call_module":
+    called = called_module(node)
+    if called is None:
         return []
     found: list[tuple[str, _Use]] = []
-    for layer in layers_in(gm, node):
+    for layer in layers_in(gm.get_submodule(called)):
         kind = kind_of(layer)
         for name in kind.weights_of(layer) if kind is not None else ():
             # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
@@ -147,8 +149,7 @@ def _barred(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
         for name, parameter in gm.named_parameters()
         if not parameter.is_floating_point()
     }
-    for node in gm.graph.find_nodes(op="call_module"):
-        target = str(node.target)
+    for target in called_modules(gm.graph):
         module = gm.get_submodule(target)
         for layer in () if kind_of(module) is not None else module.modules():
             kind = kind_of(layer)
@@ -236,17 +237,16 @@ def _is_matrix(tensor: object) -> bool:
     return isinstance(tensor, nn.Parameter) and sum(size > 1 for size in tensor.shape) > 1
 
 
-def layers_in(gm: fx.GraphModule, node: fx.Node) -> list[nn.Module]:
-    """The known layers that a ``call_module`` node runs: the module, or those inside one kept whole."""
-    module = gm.get_submodule(str(node.target))
-    return [layer for layer in module.modules() if kind_of(layer) is not None]
+def layers_in(called: nn.Module) -> list[nn.Module]:
+    """The known layers that a module runs: itself, or those inside one that is kept whole."""
+    return [layer for layer in called.modules() if kind_of(layer) is not None]
 
 
 def _is_passed_on(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Whether ``node`` is a module that a function is given, other than to read an attribute."""
+    """Whether ``node`` is a module that a function is given, other than to be called or asked."""
     if node.op != "get_attr" or not isinstance(_attribute(gm, str(node.target)), nn.Module):
         return False
-    return any(user.target is not getattr for user in node.users)
+    return any(user.target is not getattr and called_module(user) != node.target for user in node.users)
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> object:
@@ -261,9 +261,10 @@ def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> set[str]:
     for node in gm.graph.nodes:
         if _is_passed_on(node, gm):
             found |= {names[id(tensor)] for tensor in gm.get_submodule(str(node.target)).parameters()}
-        if node.op != "call_module":
+        called = called_module(node)
+        if called is None:
             continue
-        module = gm.get_submodule(str(node.target))
+        module = gm.get_submodule(called)
         kind = kind_of(module)
         reachable = kind.given_to(module) if kind is not None else ()
         found |= {names[id(tensor)] for name, tensor in module.named_parameters() if name not in reachable}

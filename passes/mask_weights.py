@@ -19,6 +19,7 @@ from pdp_fx.passes.expose_parameters import Exposed, swap_modules
 from pdp_fx.passes.find_sites import layers_in
 from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, made
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.modes import called_modules
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class MaskWeights(Pass):
 def _mask_inside(gm: fx.GraphModule, masks: Mapping[int, MaskPolicy]) -> None:
     """Let layers inside modules that are kept whole read their masked weights; masks by id of the weight."""
     swaps: dict[nn.Module, nn.Module] = {}
-    for node in gm.graph.find_nodes(op="call_module"):
-        whole = gm.get_submodule(str(node.target))
-        for layer in layers_in(gm, node):
+    for target in called_modules(gm.graph):
+        whole = gm.get_submodule(target)
+        for layer in layers_in(whole):
             kind = kind_of(layer)
             if layer is whole or layer in swaps or kind is None:
                 continue

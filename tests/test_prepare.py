@@ -374,6 +374,33 @@ def test_what_is_written_to_parameters_in_training_reaches_them(rule: Rule) -> N
     torch.testing.assert_close(converted(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)
 
 
+class Views(nn.Module):
+    """Calls its layers twice: while training on what is drawn, afterwards on what is mirrored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.layers(x)
+        if self.training:
+            return first, self.layers(x + 0 * torch.randn_like(x))
+        return first, self.layers(x.flip(1))
+
+
+@every_rule
+def test_calls_in_one_mode_only_have_the_masks_of_the_other_calls(rule: Rule) -> None:
+    model, x = shake(Views()), torch.randn(5, 8)
+    prepared = pdp_fx.prepare(model, at_once(rule), x)
+    pdp_fx.step(prepared)
+    first, second = prepared.train()(x)
+    assert torch.equal(first, second)
+    first, second = prepared.eval()(x)
+    assert torch.equal(second, prepared(x.flip(1))[0])
+    converted = pdp_fx.convert(prepared)
+    torch.testing.assert_close(converted(x), (first, second), rtol=1e-5, atol=1e-6)
+
+
 class KeepsRowsOfLengthOne(nn.Module):
     """Afterwards all rows are as long, so that none is the weakest any more."""
 

@@ -16,6 +16,7 @@ from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.rules_attention import is_fused_attention, keep_scale
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
@@ -69,7 +70,8 @@ class _FlowInterpreter(fx.Interpreter):
         """Run what depends on its inputs: another input may take another way through it."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        inside = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        called = called_module(node)
+        inside = None if called is None else self.fetch_attr(called)
         stored = [*inside.parameters(), *inside.buffers()] if isinstance(inside, nn.Module) else []
         with no_dispatch():
             result = super().run_node(node)
