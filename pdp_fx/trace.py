@@ -25,7 +25,8 @@ from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.preserve import all_is_written, preserved, unwritten
+from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
+from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
@@ -71,11 +72,17 @@ def trace(
         replaced(functional, "_verify_batch_size", _accept),
         unwritten(model),
     ):
-        findings = Findings()
-        gm = _traced(model, example, findings, watch)
-        if findings.sizes.read:
-            gm = _for_other_batches(gm, model, example, findings, watch)
-        return gm
+        lasting: dict[Whole, str] = {}
+        while True:
+            findings = Findings(lasting=lasting)
+            with noting_changes() as changes:
+                gm = _traced(model, example, findings, watch)
+            if findings.sizes.read:
+                gm = _for_other_batches(gm, model, example, findings, watch)
+            kept = remembering(gm, model, example, changes, lasting)
+            if not kept:
+                return gm
+            lasting |= kept
 
 
 def _traced(
@@ -87,7 +94,9 @@ def _traced(
         if not findings.casts:
             raise
         # Code may ask whether a type is int itself.
-        return _trace_by_recording(model, example, Findings(casts=None, sizes=findings.sizes), watch)
+        return _trace_by_recording(
+            model, example, Findings(casts=None, sizes=findings.sizes, lasting=findings.lasting), watch
+        )
 
 
 def _for_other_batches(
@@ -110,7 +119,7 @@ def _for_other_batches(
         _waive_on_one(gm, model, example)
         return gm
     try:
-        general = _traced(model, other, Findings(), None)
+        general = _traced(model, other, Findings(lasting=findings.lasting), None)
         modes = {training: _reference(model, example, training) for training in _MODES}
         if not _problem(general, model, example, modes, None) or waive(general, model, example, modes):
             _waive_on_one(general, model, example)
@@ -120,7 +129,9 @@ def _for_other_batches(
     except TraceError as err:
         _log.info("not traced on another batch: %s", err)
     _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
-    return _traced(model, example, Findings(sizes=Sizes(batch=example.batch)), watch)
+    return _traced(
+        model, example, Findings(sizes=Sizes(batch=example.batch), lasting=findings.lasting), watch
+    )
 
 
 def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
@@ -184,10 +195,10 @@ def _trace_by_recording(
     except TraceError:
         if not findings.asked:
             raise
-        return _trace_as_compiled(model, example, findings.sizes, plain, None, watch)
+        return _trace_as_compiled(model, example, findings, plain, None, watch)
     if findings.asked and direct.opacity(model) > (0, 0):
         try:
-            return _trace_as_compiled(model, example, findings.sizes, plain, direct, watch)
+            return _trace_as_compiled(model, example, findings, plain, direct, watch)
         except TraceError as err:
             _log.info("traced as an uncompiled model: %s", err)
     return _exact(model, example, direct, _expected(model, example, plain, direct), watch)
@@ -221,7 +232,7 @@ def _expected(
 def _trace_as_compiled(
     model: nn.Module,
     example: ExampleCall,
-    sizes: Sizes,
+    findings: Findings,
     plain: Outcome,
     direct: Recordings | None,
     watch: Runner | None,
@@ -235,7 +246,7 @@ def _trace_as_compiled(
         compiled = _reference(model, example, training=False)
         if not plain.is_near(compiled):
             raise TraceError("the model computes something else when it is being compiled")
-        recordings = _recorded(model, example, Findings(sizes=sizes))
+        recordings = _recorded(model, example, Findings(sizes=findings.sizes, lasting=findings.lasting))
         if direct is not None and recordings.opacity(model) >= direct.opacity(model):
             raise TraceError("the model decides by its data even when it is being compiled")
         return _exact(model, example, recordings, _expected(model, example, compiled, recordings), watch)

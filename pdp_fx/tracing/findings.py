@@ -32,6 +32,7 @@ class Findings:
         tried: all that was ever kept whole; it need not be proposed again.
         asked: whether the model asked if it is being compiled.
         sizes: what is known of the sizes that the model reads, however often it is traced anew.
+        lasting: what to keep whole however often the model is traced anew, with the reasons.
         casts: the globals of code in which `int` or `float` has to keep live numbers alive; None where they
             are left as they are.
     """
@@ -40,9 +41,14 @@ class Findings:
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
     sizes: Sizes = field(default_factory=Sizes)
+    lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
+
+    def __post_init__(self) -> None:
+        for whole, reason in self.lasting.items():
+            self.keep_whole(whole, reason)
 
     def keep_whole(self, whole: Whole, reason: str) -> None:
         """Keep a module or method whole from now on."""

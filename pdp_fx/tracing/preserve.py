@@ -44,6 +44,15 @@ class _Parameters:
 _PARAMETERS: ContextVar[_Parameters | None] = ContextVar("parameters", default=None)
 """Those of the innermost `unwritten` block."""
 
+Changes = dict[nn.Module, list[str]]
+"""The names of attributes by the module that holds them."""
+
+_CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
+"""Those of the innermost `noting_changes` block."""
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has; none of them is what a forward keeps for its next call."""
+
 
 @contextmanager
 def preserved(*models: nn.Module) -> Generator[None, None, None]:
@@ -89,6 +98,17 @@ def all_is_written() -> None:
         parameters.watched = tuple(parameters.written.values())
 
 
+@contextmanager
+def noting_changes() -> Generator[Changes, None, None]:
+    """Note the attributes that runs inside the block have changed, buffers and parameters aside."""
+    changes: Changes = {}
+    outer = _CHANGES.set(changes)
+    try:
+        yield changes
+    finally:
+        _CHANGES.reset(outer)
+
+
 class _Saved:
     """One module as it was."""
 
@@ -97,8 +117,8 @@ class _Saved:
         self.attributes = dict(vars(module))
         # Most of the dozen tables of a module are empty.
         self.contents = [
-            (value, value.copy() if value else None)
-            for value in self.attributes.values()
+            (name, value, value.copy() if value else None)
+            for name, value in self.attributes.items()
             if isinstance(value, _CONTAINERS)
         ]
         self.buffers = [
@@ -113,22 +133,37 @@ class _Saved:
     def restore(self) -> None:
         state = vars(self.module)
         if not _identical(state, self.attributes):
+            self._note(*(name for name in {**state, **self.attributes} if self._is_other(name)))
             state.clear()
             state.update(self.attributes)
-        for container, content in self.contents:
-            if content is not None:
+        for name, container, content in self.contents:
+            if content is not None and not _same_content(container, content):
+                self._note(name)
                 _refill(container, content)
-            elif container:
+            elif content is None and container:
+                self._note(name)
                 container.clear()
         _put_back(self.buffers)
         for parameter, wanted in self.gradients:
             if parameter.requires_grad != wanted:
                 parameter.requires_grad_(wanted)
 
+    def _is_other(self, name: str) -> bool:
+        return vars(self.module).get(name) is not self.attributes.get(name)
+
+    def _note(self, *names: str) -> None:
+        changes = _CHANGES.get()
+        own = [name for name in names if name not in _OF_TORCH]
+        if changes is not None and own:
+            noted = changes.setdefault(self.module, [])
+            noted += [name for name in own if name not in noted]
+
+
+def _same_content(container: Any, content: Any) -> bool:
+    return container == content if isinstance(container, set) else _identical(container, content)
+
 
 def _refill(container: Any, content: Any) -> None:
-    if container == content if isinstance(container, set) else _identical(container, content):
-        return
     container.clear()
     if isinstance(container, list | deque):
         container.extend(content)

@@ -28,6 +28,16 @@ def run(
     return forgetting(lambda: _run(model, example.fresh(), training, runner or _call), model, *others)
 
 
+def twice(first: ExampleCall) -> Runner:
+    """Call a model on ``first``, and then on what it is given: what it keeps for its next call shows then."""
+
+    def call(model: Any, second: ExampleCall) -> Any:
+        _call(model, first.fresh())
+        return _call(model, second)
+
+    return call
+
+
 def _run(model: nn.Module, call: ExampleCall, training: bool, runner: Runner) -> Outcome:
     return outcome(model, runner(in_mode(model, training), call))
 

@@ -1,0 +1,69 @@
+"""What a model keeps from one call to its next outside its buffers: counters, states, temperatures.
+
+A graph has nothing but parameters and buffers to keep things in. A module that changes attributes of its own
+and then acts by them stays whole, as what it is; where the model's own forward does so, it is refused.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.tracing.inputs import ExampleCall
+from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.preserve import Changes
+from pdp_fx.tracing.steps import Whole
+from pdp_fx.tracing.verify import run, twice
+
+
+def remembering(
+    gm: nn.Module, model: nn.Module, example: ExampleCall, changes: Changes, known: Mapping[Whole, str]
+) -> dict[Whole, str]:
+    """The modules to keep whole because the model acts by what it has kept, with the reasons.
+
+    Args:
+        gm: the graph of the model.
+        model: the model.
+        example: what it was traced on.
+        changes: the attributes that runs of the model have changed.
+        known: what is kept whole for such a reason already.
+
+    Raises:
+        TraceError: the model's own forward does so.
+    """
+    if not changes or all(_act_alike(gm, model, example, training) for training in (False, True)):
+        return {}
+    found: dict[Whole, str] = {}
+    for path, module in model.named_modules():
+        if path and module in changes and Whole(path) not in known:
+            found[Whole(path)] = f"keeps {_listed(changes[module])} for its next call, outside its buffers"
+    if found:
+        return found
+    names = _listed(changes.get(model) or [name for names in changes.values() for name in names])
+    raise TraceError(
+        f"cannot trace the forward of {type(model).__name__} itself: it keeps {names} for its next call, "
+        "outside its buffers; keep it in a buffer, or move that part into a submodule of its own, which then "
+        "stays opaque"
+    )
+
+
+def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: bool) -> bool:
+    """Whether a second call of the graph gives what a second call of the model gives."""
+    for first in (*example.others(), example):
+        wanted, got = (_second(which, example, first, training, model) for which in (model, gm))
+        if wanted is not None and got is not None:
+            return not wanted.difference(got)
+    return False
+
+
+def _second(
+    which: nn.Module, example: ExampleCall, first: ExampleCall, training: bool, model: nn.Module
+) -> Outcome | None:
+    try:
+        return run(which, example, training, twice(first), model)
+    except Exception:  # noqa: BLE001 another example is ours, not the user's
+        return None
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)

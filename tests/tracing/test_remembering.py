@@ -1,0 +1,92 @@
+"""What a model keeps from one call to its next outside its buffers."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from tests.tracing.checks import exact, opaque
+
+
+class Anneals(nn.Module):
+    """Divides by a temperature that falls as it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.temperature *= 0.9
+        return x / self.temperature
+
+
+class Recalls(nn.Module):
+    """Adds what it was given the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, self.last = self.last, x.detach().mean(0)
+        return x if last is None else x + last
+
+
+class Starts(nn.Module):
+    """Centres what it is given first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.started = nn.Parameter(torch.zeros(4)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.started:
+            self.shift.data.copy_(-x.detach().mean(0))
+            self.started = True
+        return x + self.shift
+
+
+class Notes(nn.Module):
+    """Keeps things for others to look at, and never looks at them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.loss = 0, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.loss = x.square().mean()
+        return x * 2
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(self.before(x)))
+
+
+@pytest.mark.parametrize(
+    ("inner", "names"), [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started")]
+)
+def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, names: str) -> None:
+    model, first, second = Around(inner), torch.randn(3, 4), torch.randn(5, 4)
+    gm = exact(model, first, second)
+    assert opaque(gm) == {"inner": f"keeps {names} for its next call, outside its buffers"}
+
+
+@pytest.mark.parametrize(
+    ("model", "names"), [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started")]
+)
+def test_a_forward_that_acts_by_what_it_has_kept_is_refused(model: nn.Module, names: str) -> None:
+    with pytest.raises(TraceError, match=f"it keeps {names} for its next call, outside its buffers"):
+        trace(model, torch.randn(3, 4))
+
+
+def test_what_is_kept_for_others_changes_nothing() -> None:
+    assert not opaque(exact(Around(Notes()), torch.randn(3, 4), torch.randn(5, 4)))
