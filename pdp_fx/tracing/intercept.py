@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -107,6 +108,8 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(builtins, "len", length),
         replaced(torch.compiler, "is_compiling", is_compiling),
         replaced(torch, "_check_tensor_all_with", check_all),
+        # Its checks branch on numbers; they decide about errors only.
+        replaced(Distribution, "_validate_args", False),
         replaced(
             functional, "multi_head_attention_forward", _unfolded(functional.multi_head_attention_forward)
         ),
