@@ -49,7 +49,7 @@ METADATA = frozenset(
     "element_size get_device is_pinned is_inference is_same_size is_set_to is_shared is_conj is_neg "
     "has_names type storage_offset can_cast promote_types result_type broadcast_shapes typename "
     "is_coalesced dense_dim sparse_dim _is_view __hash__ __repr__ __str__ __format__ __dir__ data_ptr "
-    "untyped_storage storage numel nelement size __len__ register_hook is_distributed _is_zerotensor "
+    "untyped_storage storage numel nelement size __len__ retain_grad is_distributed _is_zerotensor "
     "dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr "
     "is_quantized is_mkldnn is_mps is_xpu is_xla is_mtia is_maia is_ipu is_vulkan is_ort is_hpu is_nested "
     "itemsize nbytes names output_nr name _version retains_grad".split()

@@ -92,6 +92,8 @@ class Recorder:
     def function(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a torch function and record it."""
         name = functions.name_of(function)
+        if name == "register_hook":
+            raise UnrecordableError("hooks the gradient of a tensor")
         op, target, shown = functions.in_graph_form(function, args, kwargs)
         try:
             step = self.step(op, target, shown, kwargs)

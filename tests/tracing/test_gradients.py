@@ -1,4 +1,4 @@
-"""Blocks that switch gradients off or on leave the caller's setting as it was."""
+"""Blocks that switch gradients off or on leave the caller's setting as it was; hooks are kept."""
 
 import pytest
 import torch
@@ -69,3 +69,27 @@ def test_inference_mode_stays_inside_an_opaque_module() -> None:
     assert "inference mode" in opaque(gm)["inner"]
     x = torch.randn(3, 4)
     assert torch.equal(gm(x), model(x))
+
+
+class Hooks(nn.Module):
+    """Halves a gradient, and keeps it for others to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h.register_hook(lambda gradient: gradient * 0.5)
+        h.retain_grad()
+        return h * 2
+
+
+def test_a_module_that_hooks_gradients_stays_whole() -> None:
+    gm = exact(nn.Sequential(nn.Linear(4, 4), Hooks()), torch.randn(3, 4), torch.randn(5, 4))
+    assert opaque(gm)["1"].startswith("hooks the gradient of a tensor")
+
+
+def test_a_forward_that_hooks_gradients_is_refused() -> None:
+    with pytest.raises(TraceError, match="it hooks the gradient of a tensor"):
+        trace(Hooks(), torch.randn(3, 4))
