@@ -21,6 +21,7 @@ from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
 from pdp_fx.computed_weights import sources_of
+from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.writer import CONSTANT
 
 REPEATS: frozenset[Any] = frozenset({
@@ -74,6 +75,9 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     told = flow.sized
     if _is_size_free(gm, node):
         told = [sized for sized in flow.sized if sized.before.free and node.target in REPEATS]
+    elif isinstance(node.target, Apply):
+        # Their views of a whole tensor, by which they return it unchanged, follow its size.
+        told = [sized for sized in told if not torch.equal(sized.before.ids, sized.after.ids)]
     remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
     for sized in told:
         flow.freeze(sized.before.ids, _why_not(gm, node), remedy)

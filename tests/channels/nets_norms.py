@@ -205,10 +205,29 @@ class AutogradFunctionAlways(AutogradFunction):
         return self.head(cast(Tensor, Straight.apply(self.stem(x))))
 
 
+class Reversed(torch.autograd.Function):
+    """Gives a view of all of it, so that autograd sees something new, and reverses the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -ctx.strength * gradient, None
+
+
+class AutogradFunctionViews(AutogradFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(cast(Tensor, Reversed.apply(self.stem(x), 0.3)))
+
+
 NORMS = (
     Construct(MeanOfEverything, sequences(), removed=4),
     Construct(AutogradFunction, sequences(), removed=4),
     Construct(AutogradFunctionAlways, sequences(), removed=4),
+    Construct(AutogradFunctionViews, sequences(), removed=4),
     Construct(NormInsideBlock, sequences(), removed=12, reason="statistics of layer_norm"),
     Construct(GlobalResponseNorm, images(), removed=6, reason="statistics of layer_norm"),
     Construct(ThroughRmsNorm, sequences(), removed=16, through_norms=True),
