@@ -131,6 +131,21 @@ def spatial(call: Call, flow: LabelFlow) -> None:
         flow.put(result, kept)
 
 
+@rule(aten.max_unpool2d, aten.max_unpool3d)
+def unpooling(call: Call, flow: LabelFlow) -> None:
+    """The greatest values go back to their places, with zeros around them; channels stay apart."""
+    source, places = call.args[:2]
+    axis = source.ndim - (3 if call.func.overloadpacket is aten.max_unpool2d else 4)
+    why = "it lies along an axis that is unpooled"
+    read, where = (channel_layer(tensor, axis, flow, why) for tensor in (source, places))
+    if read is None or where is None:
+        flow.freeze_all([source, places], "unpooling joins these channels with values that have none")
+        flow.put(call.result, ())
+        return
+    flow.tie(read.ids, where.ids)
+    flow.put(call.result, [Layer(read.ids, read.zero, (read,))])
+
+
 def _axes(source: Tensor, axes: Any) -> frozenset[int]:
     if axes is None or (isinstance(axes, (list, tuple)) and not axes):
         return frozenset(range(source.ndim))

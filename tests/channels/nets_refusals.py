@@ -324,23 +324,6 @@ class ChannelAttention(nn.Module):
         return self.head(F.relu(self.hidden(x + self.out(y))))
 
 
-class Unpooled(nn.Module):
-    """Positions of maxima are handed on as numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.pool, self.unpool = (
-            conv_bn(3, 8),
-            nn.MaxPool2d(2, return_indices=True),
-            nn.MaxUnpool2d(2),
-        )
-        self.mid, self.head = conv_bn(8, 6), nn.Conv2d(6, 5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, where = self.pool(F.relu(self.stem(x)))
-        return self.head(F.relu(self.mid(self.unpool(y, where))))
-
-
 class Unfolded(nn.Module):
     """im2col by hand: every channel becomes nine columns."""
 
@@ -429,7 +412,6 @@ REFUSALS = (
     Construct(Gru, sequences(), removed=3, reason="GRU"),
     Construct(BilinearLayer, sequences(), reason="no channel rule for _trilinear"),
     Construct(ChannelAttention, sequences(), removed=4, reason="softmax runs over these channels"),
-    Construct(Unpooled, images(), removed=3, reason="no channel rule for max_unpool2d"),
     Construct(Unfolded, images(), removed=7),
     Construct(ReturnedInRecord, sequences(), removed=6, reason="the model returns these channels"),
     Construct(ReturnedInObject, sequences(), removed=6, reason="the model returns these channels"),

@@ -239,6 +239,32 @@ class Pools(nn.Module):
         return self.head(torch.cat(parts, 1).flatten(1))
 
 
+class Unpooled(nn.Module):
+    """What was greatest goes back to its place, as in SegNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+        self.stem, self.mid, self.head = conv_bn(3, 8), conv_bn(8, 6), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        small, places = self.pool(F.relu(self.stem(x)))
+        return self.head(F.relu(self.mid(self.unpool(small, places))))
+
+
+class UnpooledElsewhere(Unpooled):
+    """To the places of the input, which has no channels that could go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid = conv_bn(3, 3), conv_bn(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, places = self.pool(x)
+        small = F.max_pool2d(F.relu(self.stem(x)), 2)
+        return self.head(F.relu(self.mid(self.unpool(small, places))))
+
+
 class Axial(nn.Module):
     """Convolutions along one axis at a time, the other folded into the batch."""
 
@@ -287,6 +313,8 @@ RESHAPING = (
     Construct(SumOverChannels, images(), removed=7),
     Construct(Interpolate, images(), removed=8),
     Construct(Pools, images(), removed=4),
+    Construct(Unpooled, images(), removed=7),
+    Construct(UnpooledElsewhere, images(), removed=3, reason="unpooling joins these channels"),
     Construct(Axial, images(), removed=7),
     Construct(TimeDistributed, words(), removed=7),
 )
