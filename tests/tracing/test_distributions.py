@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
 
 from tests.tracing.checks import exact, opaque
 
@@ -28,7 +28,7 @@ class Returns(nn.Module):
         super().__init__()
         self.mean = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Independent:
+    def forward(self, x: Tensor) -> Distribution:
         return Independent(Normal(self.mean(x), 1.0), 1)
 
 

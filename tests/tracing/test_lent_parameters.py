@@ -21,7 +21,8 @@ class Lends(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.stem(x)
-        return self.part(h), functional_call(self.part, {"0.weight": self.part[0].weight + self.adapter}, h)
+        adapted = self.part.get_parameter("0.weight") + self.adapter
+        return self.part(h), functional_call(self.part, {"0.weight": adapted}, h)
 
 
 class LendsOfAnother(nn.Module):
