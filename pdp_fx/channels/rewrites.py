@@ -198,6 +198,8 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.zeros: _FILLED, torch.ones: _FILLED, torch.full: _FILLED, torch.chunk: _SPLIT, "chunk": _SPLIT,
     torch.split: _SPLIT, "split": _SPLIT, "split_with_sizes": _SPLIT, torch.split_with_sizes: _SPLIT,
     torch.tensor_split: _SPLIT, "tensor_split": _SPLIT, "unsafe_chunk": _SPLIT,
+    torch.unsafe_chunk: _SPLIT, torch.unsafe_split: _SPLIT, "unsafe_split": _SPLIT,
+    torch.unsafe_split_with_sizes: _SPLIT, "unsafe_split_with_sizes": _SPLIT,
     torch.functional.split: _SPLIT, torch.narrow: _NARROW, "narrow": _NARROW,
     operator.getitem: _SUBSCRIPT, operator.setitem: _SUBSCRIPT, functional.pad: _PAD,
     torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,

@@ -27,6 +27,17 @@ def rows_by_index(call: Call, flow: LabelFlow) -> None:
     _chosen(call, axis, [into, source], [], flow)
 
 
+@rule(aten.index_fill, aten.index_fill_)
+def filled_by_index(call: Call, flow: LabelFlow) -> None:
+    """Whole slices are one number where a vector says."""
+    into, axis, index, value = call.args[:4]
+    flow.freeze_all([index], CHOSEN)
+    stays_zero = not isinstance(value, Tensor) and value == 0
+    kept = _without_axes(flow.layers(into), axis % max(into.ndim, 1), 1, flow)
+    zeros = [layer.zero if stays_zero else torch.zeros_like(layer.zero) for layer in kept]
+    flow.put(call.result, [Layer(layer.ids, zero, (layer,)) for layer, zero in zip(kept, zeros, strict=True)])
+
+
 @rule(aten.scatter_add, aten.scatter_add_, aten.scatter, aten.scatter_)
 def scatter(call: Call, flow: LabelFlow) -> None:
     """Every element goes where its own index says, along one axis."""

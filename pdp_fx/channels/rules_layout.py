@@ -23,7 +23,8 @@ SIZED = frozenset({
     aten.index_select, aten.index, aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias,
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk,
     aten.repeat, aten.unfold, aten.roll, aten.pixel_shuffle, aten.pixel_unshuffle,
-    aten.channel_shuffle, aten.expand, aten.constant_pad_nd,
+    aten.channel_shuffle, aten.expand, aten.constant_pad_nd, aten.unsafe_split,
+    aten.unsafe_split_with_sizes,
 })  # fmt: skip
 """Operations that are told sizes, positions or counts, which may be those of a channel axis."""
 
@@ -33,7 +34,8 @@ SIZED = frozenset({
     aten.squeeze, aten.unsqueeze, aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind,
     aten.flip, aten.roll, aten.unfold, aten.pixel_unshuffle, aten.repeat, aten.clone, aten.detach,
     aten.alias, aten._to_copy, aten.narrow, aten.lift_fresh, aten.contiguous, aten.movedim,
-    aten._reshape_alias, aten.chunk, aten.index_select, aten.index,
+    aten._reshape_alias, aten.chunk, aten.index_select, aten.index, aten.unsafe_split,
+    aten.unsafe_split_with_sizes,
 )  # fmt: skip
 def layout(call: Call, flow: LabelFlow) -> None:
     """Run the operation on every label layer of its tensor."""
@@ -77,7 +79,7 @@ EMPTIED = (
 
 CUTS = frozenset({
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk,
-    aten.index_select,
+    aten.index_select, aten.unsafe_split, aten.unsafe_split_with_sizes,
 })  # fmt: skip
 """Operations that cut one axis, which is their argument ``dim``."""
 

@@ -155,7 +155,7 @@ def _axes(source: Tensor, axes: Any) -> frozenset[int]:
 
 @rule(
     aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.var_mean, aten.prod, aten.max,
-    aten.min, aten.any, aten.all, aten.norm, aten.linalg_vector_norm,
+    aten.min, aten.any, aten.all, aten.norm, aten.linalg_vector_norm, aten.nansum, aten.aminmax,
 )  # fmt: skip
 def reduction(call: Call, flow: LabelFlow) -> None:
     """Reducing other axes keeps the channels; summing channels needs them to be 0; the rest freezes."""
@@ -169,7 +169,7 @@ def reduction(call: Call, flow: LabelFlow) -> None:
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     kept: list[Layer] = []
     for layer in flow.layers(source):
-        if layer.support <= axes and packet in (aten.sum, aten.linalg_vector_norm):
+        if layer.support <= axes and packet in (aten.sum, aten.nansum, aten.linalg_vector_norm):
             consume(layer, layer, flow)
             continue
         why = f"{packet.__name__} runs over these channels"
@@ -190,12 +190,18 @@ def _reduction_arguments(call: Call) -> tuple[Tensor, bool, frozenset[int]]:
     return source, bool(bound.get("keepdim", False)), _axes(source, bound.get("dim"))
 
 
+_VANISHING = frozenset({
+    aten.mean, aten.sum, aten.nansum, aten.amax, aten.amin, aten.aminmax, aten.linalg_vector_norm,
+})  # fmt: skip
+"""Reductions of zeros that give zero."""
+
+
 def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, packet: Any) -> Layer:
     ids, zero = layer.ids, layer.zero
     if not keepdim:
         shape = [size for axis, size in enumerate(ids.shape) if axis not in axes]
         ids, zero = ids.reshape(shape), zero.reshape(shape)
-    vanishing = packet in (aten.mean, aten.sum, aten.amax, aten.amin, aten.linalg_vector_norm)
+    vanishing = packet in _VANISHING
     return Layer(ids, zero if vanishing else torch.zeros_like(zero), (layer,))
 
 

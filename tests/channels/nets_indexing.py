@@ -29,6 +29,34 @@ class Messages(nn.Module):
         return torch.zeros_like(x).index_add(1, self.targets, told)
 
 
+class SomeForgotten(Messages):
+    """Some nodes are told nothing, or the same number in all channels."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        total = super().summed(x, told).index_fill(1, self.targets[:2], 0.0)
+        return total + x.index_fill(1, self.targets[2:3], 0.5)
+
+
+class ForgottenChannels(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return x.index_fill(2, self.targets[:2], 0.0)
+
+
+class Spread(Messages):
+    """How far messages lie apart, and their mean where they are numbers."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        least, most = torch.aminmax(told, dim=1, keepdim=True)
+        return (most - least) * told.nanmean(1, keepdim=True) + x.nansum(-1, keepdim=True)
+
+
+class UnsafelySplit(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        first, second = torch.unsafe_split(told, 4, -1)
+        third, fourth = told.unsafe_split_with_sizes([2, 4], 1)
+        return torch.cat([second, first], -1)[:, 1:] + torch.cat([fourth, third], 1)[:, 1:]
+
+
 class MessagesInPlace(Messages):
     def summed(self, x: Tensor, told: Tensor) -> Tensor:
         return torch.zeros_like(x).index_add_(1, self.targets, told, alpha=0.5)
@@ -150,6 +178,10 @@ INDEXING = (
     Construct(BestToken, sequences(), removed=11),
     Construct(BestOfEachChannel, sequences(), removed=11),
     Construct(GatheredAlongChannels, sequences(), removed=3, reason="chosen by an index"),
+    Construct(SomeForgotten, sequences(), removed=11),
+    Construct(ForgottenChannels, sequences(), removed=3, reason="chosen by an index"),
+    Construct(Spread, sequences(), removed=11),
+    Construct(UnsafelySplit, sequences(), removed=11),
     Construct(Experts, sequences(), removed=12),
     Construct(IdleExpert, sequences(), reason="nothing of these channels is left"),
     Construct(WrittenByIndex, sequences(), removed=11),
