@@ -46,7 +46,7 @@ class Spread(Messages):
     """How far messages lie apart, and their mean where they are numbers."""
 
     def summed(self, x: Tensor, told: Tensor) -> Tensor:
-        least, most = torch.aminmax(told, dim=1, keepdim=True)
+        least, most = torch.aminmax(told.detach(), dim=1, keepdim=True)
         return (most - least) * told.nanmean(1, keepdim=True) + x.nansum(-1, keepdim=True)
 
 
