@@ -13,6 +13,17 @@ from pdp_fx.tracing.structure import fresh_copy, tensors
 Example = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
+class Around(nn.Module):
+    """One module between two layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(self.before(x)))
+
+
 def call(model: Callable[..., Any], example: Example) -> Any:
     """Call a model on copies of example inputs."""
     inputs = fresh_copy(example)

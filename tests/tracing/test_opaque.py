@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
-from tests.tracing.checks import exact, opaque, targets
+from tests.tracing.checks import Around, exact, opaque, targets
 
 
 class Decides(nn.Module):
@@ -22,17 +22,6 @@ class Decides(nn.Module):
         if x.sum() > 0:
             return self.linear(x)
         return x
-
-
-class Around(nn.Module):
-    """One module between two layers."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.inner(self.before(x)))
 
 
 class Checks(nn.Module):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
-from tests.tracing.checks import exact, opaque
+from tests.tracing.checks import Around, exact, opaque
 
 
 class Anneals(nn.Module):
@@ -60,15 +60,6 @@ class Notes(nn.Module):
         self.seen.append(x.shape)
         self.loss = x.square().mean()
         return x * 2
-
-
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.inner(self.before(x)))
 
 
 @pytest.mark.parametrize(
