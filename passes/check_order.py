@@ -35,7 +35,7 @@ class CheckOrder(Pass):
             return False
         with trial(gm):
             inputs, grouped = fresh(ctx.example_inputs), shrunk.found.grouped
-            after = observe(gm, inputs, frozenset(), grouped, _left(gm, shrunk.found)).record
+            after = observe(gm, inputs, {}, grouped, _left(gm, shrunk.found)).record
         wrong = _new_meetings(shrunk, after)
         if wrong:
             raise VerifyError(

@@ -46,10 +46,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """All prunable weights in graph order, the parameters that can be masked, and what can stand for some."""
+    """All prunable weights in graph order, and what can stand for some of the parameters.
+
+    Attributes:
+        weights: the prunable weights.
+        out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
+        stand_ins: computed weights that can stand for parameters.
+    """
 
     weights: tuple[Site, ...]
-    maskable: frozenset[str]
+    out_of_reach: dict[str, str]
     stand_ins: tuple[StandIn, ...]
 
 
@@ -81,8 +87,7 @@ def _sites(gm: fx.GraphModule) -> Sites:
     whole = {name: by for by in stand_ins if by.needed for name in by.sources}
     barred = _barred(gm, names)
     weights = tuple(_site(name, found, whole.get(name), barred.get(name)) for name, found in uses.items())
-    parameters = frozenset(name for name, _ in gm.named_parameters())
-    return Sites(weights, parameters - _out_of_reach(gm, names), stand_ins)
+    return Sites(weights, _out_of_reach(gm, names), stand_ins)
 
 
 @dataclass(frozen=True)
@@ -242,11 +247,11 @@ def layers_in(called: nn.Module) -> list[nn.Module]:
     return [layer for layer in called.modules() if kind_of(layer) is not None]
 
 
-def _is_passed_on(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Whether ``node`` is a module that a function is given, other than to be called or asked."""
+def _given_to(node: fx.Node, gm: fx.GraphModule) -> fx.Node | None:
+    """The function that the module ``node`` is handed to, other than to be called or asked."""
     if node.op != "get_attr" or not isinstance(_attribute(gm, str(node.target)), nn.Module):
-        return False
-    return any(user.target is not getattr and called_module(user) != node.target for user in node.users)
+        return None
+    return next((u for u in node.users if u.target is not getattr and called_module(u) != node.target), None)
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> object:
@@ -254,18 +259,25 @@ def _attribute(gm: fx.GraphModule, target: str) -> object:
     return getattr(gm.get_submodule(owner), name)
 
 
-def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> set[str]:
-    """Parameters that no mask can be put on: used inside a module, or written to in eval mode, too."""
+def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
+    """Parameters that no mask can be put on, with the reasons."""
     trains = idle_in_eval(gm.graph)
-    found = {name for node, written in writes(gm, names).items() if node not in trains for name in written}
+    found = {
+        name: f"which %{node.name} writes to"
+        for node, written in writes(gm, names).items()
+        if node not in trains
+        for name in written
+    }
     for node in gm.graph.nodes:
-        if _is_passed_on(node, gm):
-            found |= {names[id(tensor)] for tensor in gm.get_submodule(str(node.target)).parameters()}
-        called = called_module(node)
-        if called is None:
-            continue
-        module = gm.get_submodule(called)
-        kind = kind_of(module)
-        reachable = kind.given_to(module) if kind is not None else ()
-        found |= {names[id(tensor)] for name, tensor in module.named_parameters() if name not in reachable}
+        user, called = _given_to(node, gm), called_module(node)
+        if user is not None:
+            inside = gm.get_submodule(str(node.target)).parameters()
+            why = f"as %{user.name} is given the whole of {node.target}"
+            found |= {names[id(tensor)]: why for tensor in inside}
+        if called is not None:
+            module = gm.get_submodule(called)
+            kind = kind_of(module)
+            reachable = kind.given_to(module) if kind is not None else ()
+            why = f"which {called} uses inside itself"
+            found |= {names[id(p)]: why for name, p in module.named_parameters() if name not in reachable}
     return found

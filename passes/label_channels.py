@@ -36,7 +36,7 @@ class LabelWatch:
         FindSites().run(gm, ctx)
         inputs = (call.args, dict(call.kwargs))
         sites = self.sites = ctx.get(Sites)
-        observed = observe(gm, inputs, sites.maskable, stand_ins=sites.stand_ins)
+        observed = observe(gm, inputs, sites.out_of_reach, stand_ins=sites.stand_ins)
         self.record = observed.record
         return observed.output
 
@@ -56,5 +56,5 @@ class LabelChannels(Pass):
             return False
         sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
         with trial(gm):
-            ctx.put(analyse(gm, fresh(inputs), sites.maskable, through_norms, sites.stand_ins))
+            ctx.put(analyse(gm, fresh(inputs), sites.out_of_reach, through_norms, sites.stand_ins))
         return False

@@ -53,8 +53,7 @@ class ShrinkChannels(Pass):
         found = ctx.find(ChannelMap)
         if found is None or not found.covers(gm):
             with trial(gm):
-                maskable = frozenset(name for name, _ in gm.named_parameters())
-                found = analyse(gm, fresh(ctx.example_inputs), maskable, ctx.spec.through_norms)
+                found = analyse(gm, fresh(ctx.example_inputs), {}, ctx.spec.through_norms)
         gone = _gone_classes(found, rows)
         _resize_nodes(gm, found, gone)
         _slice_tensors(gm, found, gone)

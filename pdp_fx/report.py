@@ -153,7 +153,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
     ctx = Context(PruneSpec(Unstructured(0.5)))
     FindSites().run(gm, ctx)
     inputs = normalised(example_inputs)
-    channels = None if inputs is None else analyse(gm, inputs, frozenset())
+    channels = None if inputs is None else analyse(gm, inputs, {})
     names = [site.parameter for site in ctx.get(Sites).weights]
     weights = {name: weight_of(gm, name).detach() for name in names}
     rows = [_row(name, weight, weight, channels) for name, weight in weights.items()]

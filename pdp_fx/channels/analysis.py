@@ -7,7 +7,7 @@ channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 def analyse(
     gm: fx.GraphModule,
     inputs: Inputs,
-    maskable: frozenset[str],
+    out_of_reach: Mapping[str, str],
     through_norms: bool = False,
     stand_ins: Iterable[StandIn] = (),
 ) -> ChannelMap:
@@ -75,11 +75,11 @@ def analyse(
     Args:
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
-        maskable: names of the parameters that a mask can be put on.
+        out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         through_norms: whether residual streams that LayerNorm, RMSNorm or a mean runs over may go.
         stand_ins: computed weights that can stand for parameters.
     """
-    observed = observe(gm, inputs, maskable, stand_ins=stand_ins)
+    observed = observe(gm, inputs, out_of_reach, stand_ins=stand_ins)
     return structure(observed.record, gm, inputs, through_norms)
 
 
@@ -101,7 +101,7 @@ class Observed:
 def observe(
     gm: fx.GraphModule,
     inputs: Inputs,
-    maskable: frozenset[str],
+    out_of_reach: Mapping[str, str],
     grouped: frozenset[str] = frozenset(),
     stand_ins: Iterable[StandIn] = (),
 ) -> Observed:
@@ -110,11 +110,11 @@ def observe(
     Args:
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
-        maskable: names of the parameters that a mask can be put on.
+        out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         grouped: weights of grouped convolutions, also where each group has a single channel left.
         stand_ins: computed weights that can stand for parameters.
     """
-    flow = LabelFlow(gm, maskable, rule_of)
+    flow = LabelFlow(gm, out_of_reach, rule_of)
     flow.record.grouped |= grouped
     computed = {by.node: by for by in stand_ins}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,13 @@ class LabelFlow(TorchDispatchMode):
 
     Args:
         gm: the graph module; its parameters and buffers are labelled axis by axis.
-        maskable: names of the parameters that a mask can be put on.
+        out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         rules: finds the rule of an operation.
     """
 
-    def __init__(self, gm: fx.GraphModule, maskable: frozenset[str], rules: Callable[[Call], Rule]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, out_of_reach: Mapping[str, str], rules: Callable[[Call], Rule]
+    ) -> None:
         super().__init__()
         self.record = Record()
         self.node = "input"
@@ -62,7 +64,7 @@ class LabelFlow(TorchDispatchMode):
         self.masks_norm = False
         self.looked = False
         self._rules = rules
-        self._maskable = maskable
+        self._out_of_reach = out_of_reach
         self._layers = WeakTensorKeyDictionary()
         self._stored = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
@@ -189,9 +191,8 @@ class LabelFlow(TorchDispatchMode):
                 slot = Slot(name, axis)
                 self.record.slots[slot] = self.record.ties.fresh(size)
                 ids = shaped(self.record.slots[slot], axis, tensor.ndim)
-                layers.append(
-                    Layer(ids, torch.full_like(ids, name in self._maskable, dtype=torch.bool), (), slot)
-                )
+                masked = name in self._parameters and name not in self._out_of_reach
+                layers.append(Layer(ids, torch.full_like(ids, masked, dtype=torch.bool), (), slot))
         return tuple(layers)
 
     def put(self, tensor: Tensor, layers: list[Layer] | tuple[Layer, ...]) -> None:
@@ -220,6 +221,12 @@ class LabelFlow(TorchDispatchMode):
         for tensor in tensors:
             for layer in self.layers(tensor):
                 self.freeze(layer.ids, why, remedy)
+
+    def unmasked(self, *layers: Layer) -> str:
+        """A sentence on the first parameter behind the layers that no mask can be put on, or nothing."""
+        behind = (slot.tensor for layer in layers for slot in origins(layer))
+        name = next((name for name in behind if name in self._out_of_reach), None)
+        return "" if name is None else f"no mask can be put on {name}, {self._out_of_reach[name]}"
 
     def counted(self, ids: Tensor, axis: int, why: str) -> None:
         """Say that the number of these labels along ``axis`` must not change."""

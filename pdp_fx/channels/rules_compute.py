@@ -49,7 +49,8 @@ def consume(read: Layer | None, columns: Layer | None, flow: LabelFlow) -> None:
     elif columns.all_zero:
         flow.demand(columns)
     else:
-        flow.freeze(read.ids, "a dropped channel is not 0 when it is read here")
+        why, unmasked = "a dropped channel is not 0 when it is read here", flow.unmasked(columns, read)
+        flow.freeze(read.ids, f"{why}, and {unmasked}" if unmasked else why)
 
 
 @rule(aten.convolution, aten._convolution)

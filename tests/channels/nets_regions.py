@@ -80,6 +80,31 @@ class ChosenByFunction(nn.Module):
         return self.out(self.inner(_brightest(self.conv(x))).relu())
 
 
+class Picking(nn.Module):
+    """A head that decides by its data in a method, which could reach all of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Conv2d(8, 6, 3), nn.Conv2d(6, 4, 1)
+
+    def pick(self, x: Tensor) -> Tensor:
+        return _brightest(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pick(self.last(self.inner(x).relu()))
+
+
+class ChosenByMethod(nn.Module):
+    """No mask is put on a layer that something kept whole may use, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = conv_bn(3, 8), Picking()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).relu())
+
+
 REGIONS = (
     Construct(SampledOnGrid, images(), removed=4, reason="choose places"),
     Construct(RegionsAligned, images(), removed=4),
@@ -87,5 +112,11 @@ REGIONS = (
     Construct(RegionsOfTwoScales, images(), removed=4, batches=False),
     Construct(
         ChosenByFunction, images(), removed=3, reason="_brightest decides by its data what it does: it"
+    ),
+    Construct(
+        ChosenByMethod,
+        images(),
+        removed=4,
+        reason="no mask can be put on head.last.weight, as %pick is given the whole of head",
     ),
 )
