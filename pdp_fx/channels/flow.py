@@ -81,7 +81,11 @@ class LabelFlow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         layout = (args[0].shape, _strides(args[0])) if func is aten.as_strided_.default else None
+        viewed = self._view_instead(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        if viewed is not None:
+            self.put(result, self.layers(viewed))
+            return result
         if layout is not None and layout == (result.shape, _strides(result)):
             return result
         self.looked = self.looked or func is aten._local_scalar_dense.default
@@ -95,6 +99,22 @@ class LabelFlow(TorchDispatchMode):
         for write in writes:
             self._follow_write(write, call)
         return result
+
+    def _view_instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The view that ``func`` would make if it did not change the axes of a tensor in place, with labels.
+
+        None if it does another thing, or nothing is known of such views.
+        """
+        if torch.Tag.inplace_view not in func.tags:
+            return None
+        plain = out_of_place(func)
+        if plain is func or plain.overloadpacket not in RULES:
+            return None
+        view = plain(*args, **kwargs)
+        call = Call(plain, args, kwargs, view)
+        self._note_stored(call)
+        self._rules(call)(call, self)
+        return view
 
     def _follow_write(self, write: Write, call: Call) -> None:
         """Give what shares memory with a tensor that was written to the labels that it has now."""
@@ -319,6 +339,19 @@ class LabelFlow(TorchDispatchMode):
             return dict.fromkeys(names, 1)
         largest = max(names, key=lambda name: sizes[name])
         return {largest: min(1, weight.numel() / sizes[largest])}
+
+
+def out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The form of an operation that makes a new tensor or view; itself if there is none."""
+    packet = getattr(aten, func._opname.removesuffix("_"), None) if func.namespace == "aten" else None
+    if packet is None or hasattr(packet, func._overloadname):
+        return getattr(packet, func._overloadname, func)
+    others = (getattr(packet, name) for name in packet.overloads())
+    return next((other for other in others if _argument_types(other) == _argument_types(func)), func)
+
+
+def _argument_types(func: torch._ops.OpOverload) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
 
 
 def _fills_with_zero(call: Call) -> bool:

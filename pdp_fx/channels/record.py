@@ -105,10 +105,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Sized:
-    """Labels that an operation has laid out by sizes it was given: where they were, where they are."""
+    """Labels that an operation has laid out by sizes or places it was given.
+
+    Attributes:
+        before: where they were.
+        after: where they are.
+        shaped: whether it was given a shape for all of them, and no places among them.
+    """
 
     before: Layer
     after: Layer
+    shaped: bool = False
 
 
 Tainted = tuple[int | None, int, Tensor]

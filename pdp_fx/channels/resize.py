@@ -9,6 +9,7 @@ into a computation.
 from __future__ import annotations
 
 import operator
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -33,16 +34,14 @@ LIKE_ANOTHER: frozenset[Any] = frozenset({"view_as", "reshape_as", "expand_as"})
 """Methods that take their sizes from another tensor."""
 
 SIZE_FREE: frozenset[Any] = REPEATS | LIKE_ANOTHER | frozenset({
-    torch.flatten, "flatten", torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", torch.einsum,
-    torch.addmm, torch.permute, "permute", torch.zeros_like, torch.empty_like,
-    torch.ones_like, "clone", torch.conv1d, torch.conv2d, torch.conv3d, torch.broadcast_tensors,
-    torch.tensordot, torch.baddbmm, torch.cdist, torch.full_like,
-    "contiguous", torch.cosine_similarity, torch.pixel_shuffle,
-    torch.pixel_unshuffle, torch.channel_shuffle, torch.outer, "type_as", operator.mul, operator.add,
+    torch.flatten, "flatten", torch.permute, "permute", torch.einsum, torch.conv1d, torch.conv2d,
+    torch.conv3d, torch.tensordot, torch.full_like, torch.cosine_similarity, torch.pixel_shuffle,
+    torch.pixel_unshuffle, torch.channel_shuffle, operator.mul, operator.add,
     operator.sub, operator.truediv, torch.where, torch.rms_norm, "unsqueeze", torch.softmax, torch.unbind,
-    "unbind", "flip", torch.flip, getattr, torch.real, torch.imag,
+    "unbind", "flip", torch.flip, getattr, torch.take_along_dim, "take_along_dim",
+    torch.quantile, "quantile", torch.nanquantile, "nanquantile",
 })  # fmt: skip
-"""Functions and methods that are told no size of a channel axis."""
+"""Functions and methods that are told no size of a channel axis, although they may be given numbers."""
 
 FUNCTIONALS: frozenset[Any] = frozenset(value for value in vars(functional).values() if callable(value))
 
@@ -53,6 +52,7 @@ SIZED_FUNCTIONALS = frozenset(
 
 SIZE_FREE_MODULES = (
     nn.Linear, nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Embedding,
+    nn.EmbeddingBag,
     nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LocalResponseNorm, nn.CosineSimilarity,
     nn.PairwiseDistance, nn.Softmax2d, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm,
 )  # fmt: skip
@@ -73,6 +73,9 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
         flow.record.resized.append(node.name)
         return
     told = flow.sized
+    if _is_given_no_number(node, flow):
+        # It works out every shape from its tensors.
+        told = [sized for sized in told if not sized.shaped]
     if _is_size_free(gm, node):
         told = [sized for sized in flow.sized if sized.before.free and node.target in REPEATS]
     elif isinstance(node.target, Apply):
@@ -116,6 +119,27 @@ def _is_size_free(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.target in FUNCTIONALS:
         return node.target not in SIZED_FUNCTIONALS
     return node.target in SIZE_FREE
+
+
+def _is_given_no_number(node: fx.Node, flow: LabelFlow) -> bool:
+    """Whether a node calls a function of torch's, or a method of a tensor, with tensors and options alone."""
+    if node.op == "call_method":
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not flow.record.values.get(source.name):
+            return False
+    elif node.op != "call_function" or not _is_of_torch(node.target):
+        return False
+    given = tree_leaves((node.args, node.kwargs))
+    return not any(
+        leaf.name in flow.record.numbers if isinstance(leaf, fx.Node) else type(leaf) in (int, slice)
+        for leaf in given
+    )
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a function is torch's own, or an operator of Python's on tensors."""
+    home = getattr(function, "__module__", None) or ""
+    return isinstance(function, BuiltinFunctionType) or home.partition(".")[0] == "torch"
 
 
 def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) -> None:

@@ -170,6 +170,14 @@ def _unfold_fits(node: fx.Node, record: Record) -> bool:
     return all(axis % len(values[0].shape) not in layer.support for layer in values[0].layers)
 
 
+def _as_before(node: fx.Node, job: Job) -> None:
+    """The numbers that the node is told stay what they were, whatever they were computed from."""
+    node.args = tuple(
+        job.number(given) if isinstance(given, fx.Node) and given.name in job.changing else given
+        for given in node.args
+    )
+
+
 def _groups(node: fx.Node, job: Job) -> None:
     """A depthwise convolution has as many groups as channels; other groups stay."""
     channels = job.source.value.shape[1] if len(job.source.value.shape) > 1 else 1
@@ -189,6 +197,7 @@ def _groups(node: fx.Node, job: Job) -> None:
 _SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split)
 _NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
+_AS_BEFORE = Rewrite(_as_before)
 _ROLL, _SUBSCRIPT = Rewrite(_roll, _roll_fits), Rewrite(subscript, subscript_fits)
 
 RESIZERS: dict[Any, Rewrite] = {
@@ -205,6 +214,7 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
+    "torchvision.deform_conv2d": _AS_BEFORE, "torchvision.deform_conv2d.default": _AS_BEFORE,
 }  # fmt: skip
 """Functions and methods that are told sizes, with the way to tell them new ones."""
 
@@ -243,7 +253,7 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
         return MODULE_RESIZERS.get(type(gm.get_submodule(str(node.target))))
     if node.target in GROUPED:
         return _GROUPS
-    return NORMS.get(node.target) or RESIZERS.get(node.target)
+    return NORMS.get(node.target) or RESIZERS.get(node.target) or RESIZERS.get(str(node.target))
 
 
 def always_told(node: fx.Node) -> bool:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdp_fx.channels.flow import LabelFlow, rule
-from pdp_fx.channels.labels import Layer, compress
+from pdp_fx.channels.labels import Layer, compress, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import along, consume
-from pdp_fx.channels.rules_pointwise import pointwise
+from pdp_fx.channels.rules_pointwise import put_sum
 
 aten = torch.ops.aten
 
@@ -63,12 +63,40 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
     batch = _batch_layer(along(left, 0), along(right, 0), flow)
     if batch is not None:
         layers.append(batch)
-    if added is None:
-        flow.put(call.result, layers)
-        return
-    product = call.result.new_empty(()).expand(call.result.shape)
-    flow.put(product, layers)
-    pointwise(Call(aten.add.Tensor, (added, product), {}, call.result), flow)
+    put_sum(layers, added, call, flow)
+
+
+@rule(aten._cdist_forward, aten._euclidean_dist)
+def distances(call: Call, flow: LabelFlow) -> None:
+    """(..., n, k) and (..., m, k) to (..., n, m): what is 0 in both is no part of a distance."""
+    sides = [(tensor.ndim, _matrices(tensor, flow)) for tensor in call.args[:2]]
+    measured = [along(layers, ndim - 1) for ndim, layers in sides]
+    vanish = [layer for layer in measured if layer is not None and layer.all_zero]
+    for layer in measured:
+        if layer is not None and len(vanish) < 2:
+            flow.freeze(layer.ids, "a dropped channel is not 0 on both sides of a distance")
+    if len(vanish) == 2:
+        flow.tie(*(layer.ids.reshape(-1) for layer in vanish))
+        for layer in vanish:
+            flow.demand(layer)
+    made: list[Layer] = []
+    for (ndim, layers), axis in zip(sides, (-2, -1), strict=True):
+        places = along(layers, ndim - 2)
+        if places is not None:
+            ids = shaped(places.ids.reshape(-1), axis, call.result.ndim)
+            made.append(Layer(ids, torch.zeros_like(ids, dtype=torch.bool), (places,)))
+    flow.put(call.result, made)
+
+
+def _matrices(tensor: Tensor, flow: LabelFlow) -> list[Layer]:
+    """The layers along the rows or the columns of a stack of matrices; others stay."""
+    why = "these channels lie along another axis than the vectors or their places"
+    stacked = frozenset(range(tensor.ndim - 2))
+    kept = [flow.without(layer, stacked, why) for layer in flow.layers(tensor)]
+    for layer in kept:
+        if layer is not None and len(layer.support) > 1:
+            flow.freeze(layer.ids, "these channels lie along two axes of a matrix")
+    return [layer for layer in kept if layer is not None and len(layer.support) == 1]
 
 
 def _count(left: Tensor, right: Tensor, flow: LabelFlow) -> None:

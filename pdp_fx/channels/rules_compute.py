@@ -13,6 +13,7 @@ from torch import Tensor
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, shaped
 from pdp_fx.channels.record import Call
+from pdp_fx.channels.rules_pointwise import put_sum
 
 aten = torch.ops.aten
 
@@ -79,6 +80,25 @@ def convolution(call: Call, flow: LabelFlow) -> None:
         made = _grouped(read, parts, bias, (groups, transposed), flow)
     layers = [] if made is None else [_placed(made, channel_axis, call.result.ndim)]
     flow.put(call.result, layers)
+
+
+@rule("torchvision::deform_conv2d")
+def deformed_convolution(call: Call, flow: LabelFlow) -> None:
+    """A convolution whose pixels are looked up at offsets, which are the same for all channels of a group."""
+    source, weight, offset, mask, bias, *numbers = call.args
+    groups, offset_groups = numbers[6:8]
+    flow.freeze_all([offset, mask], "these values choose places of another tensor")
+    read = channel_layer(source, 1, flow, "it lies along an axis that a convolution sweeps")
+    columns, rows = axis_layer(weight, 1, flow), axis_layer(weight, 0, flow)
+    positions = call.result.numel() // weight.shape[0]
+    flow.contract(weight, source, positions, None if read is None else read.ids.reshape(-1))
+    made = _produce(rows, weight, source, bias, flow) if groups == 1 else None
+    if groups == 1:
+        consume(read, columns, flow)
+    if groups > 1 or offset_groups > 1:
+        looked_up = [source] if groups == 1 else [source, weight]
+        flow.freeze_all(looked_up, "a deformable convolution has groups of these channels")
+    flow.put(call.result, [] if made is None else [_placed(made, 1, 4)])
 
 
 def _placed(layer: Layer, axis: int, ndim: int) -> Layer:
@@ -181,7 +201,7 @@ def addmm(call: Call, flow: LabelFlow) -> None:
     _multiply(call, (call.args[1], call.args[2]), call.args[0], flow)
 
 
-def _multiply(call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, flow: LabelFlow) -> None:
+def _multiply(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None, flow: LabelFlow) -> None:
     """Contract the columns of the left operand with the rows of the right one."""
     left, right = operands
     for operand in operands:
@@ -189,18 +209,17 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], bias: Tensor | None, 
             if len(layer.support) > 1:
                 flow.freeze(layer.ids, "it lies along both axes of a matrix")
     read, columns = axis_layer(left, 1, flow), axis_layer(right, 0, flow)
-    flow.contract(right, left, left.shape[0], None if read is None else read.ids.reshape(-1))
+    if flow.is_stored(right):
+        flow.contract(right, left, left.shape[0], None if read is None else read.ids.reshape(-1))
+    else:
+        flow.contract(left, right, right.shape[1], None if columns is None else columns.ids.reshape(-1))
     consume(read, columns, flow)
-    layers: list[Layer] = []
-    kept = axis_layer(left, 0, flow)
-    if kept is not None:
-        layers.append(Layer(kept.ids, kept.zero if bias is None else torch.zeros_like(kept.zero), (kept,)))
-    rows = axis_layer(right, 1, flow)
+    rows, made = axis_layer(left, 0, flow), axis_layer(right, 1, flow)
     if rows is not None:
-        made = _produce(rows, right, left, bias, flow)
-        if made is not None:
-            layers.append(_placed(made, 1, 2))
-    flow.put(call.result, layers)
+        flow.produce(rows, left, right)
+    if made is not None:
+        flow.produce(made, right, left)
+    put_sum([layer for layer in (rows, made) if layer is not None], added, call, flow)
 
 
 @rule(aten.mv)
@@ -226,15 +245,18 @@ def dot(call: Call, flow: LabelFlow) -> None:
     flow.put(call.result, ())
 
 
-@rule(aten.embedding)
+@rule(aten.embedding, aten._embedding_bag, aten._embedding_bag_forward_only)
 def embedding(call: Call, flow: LabelFlow) -> None:
-    """A table's columns are new channels; its entries stay."""
+    """A table's columns are new channels; its entries stay. A bag is their sum, mean or maximum."""
     table = call.args[0]
+    result, *rest = [call.result] if isinstance(call.result, Tensor) else call.result
     entries, columns = axis_layer(table, 0, flow), axis_layer(table, 1, flow)
     if entries is not None:
         flow.freeze(entries.ids, "the entries of an embedding table are chosen by its input")
+    for tensor in rest:
+        flow.put(tensor, ())
     if columns is None:
-        flow.put(call.result, ())
+        flow.put(result, ())
         return
     flow.produce(columns, table, call.args[1])
-    flow.put(call.result, [_placed(_with_bias(columns, None, flow), call.result.ndim - 1, call.result.ndim)])
+    flow.put(result, [_placed(_with_bias(columns, None, flow), result.ndim - 1, result.ndim)])

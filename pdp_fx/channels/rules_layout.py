@@ -28,6 +28,9 @@ SIZED = frozenset({
 })  # fmt: skip
 """Operations that are told sizes, positions or counts, which may be those of a channel axis."""
 
+SHAPED = frozenset({aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand})
+"""Those of them that are told a shape."""
+
 
 @rule(
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand,
@@ -39,9 +42,9 @@ SIZED = frozenset({
 )  # fmt: skip
 def layout(call: Call, flow: LabelFlow) -> None:
     """Run the operation on every label layer of its tensor."""
-    source = call.args[0]
+    source, packet = call.args[0], call.func.overloadpacket
     flow.freeze_all(call.tensors()[1:], "these values choose places of another tensor")
-    if call.func.overloadpacket is aten.roll and not call.argument(2, "dims", ()):
+    if packet is aten.roll and not call.argument(2, "dims", ()):
         flow.freeze_all([source], "it is rolled along all axes at once", "name the axis to roll along")
         flow.put(call.result, ())
         return
@@ -51,9 +54,9 @@ def layout(call: Call, flow: LabelFlow) -> None:
         for index, new in enumerate(_move(layer, tuple(source.shape), call)):
             moved[index].append(new)
             _note_part(layer, new, call, flow)
-            if call.func.overloadpacket in SIZED and _is_told(layer, new, index, call):
-                flow.sized.append(Sized(layer, new))
-    if call.func.overloadpacket is aten.expand:
+            if packet in SIZED and _is_told(layer, new, index, call):
+                flow.sized.append(Sized(layer, new, packet in SHAPED))
+    if packet is aten.expand:
         moved[0].extend(_broadcast(source, call.result, flow))
     for result, layers in zip(results, moved, strict=True):
         _keep_emptied(source, result, flow)

@@ -154,8 +154,8 @@ def _axes(source: Tensor, axes: Any) -> frozenset[int]:
 
 
 @rule(
-    aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.var_mean, aten.prod, aten.max,
-    aten.min, aten.any, aten.all, aten.norm, aten.linalg_vector_norm, aten.nansum, aten.aminmax,
+    aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.prod,
+    aten.max, aten.min, aten.any, aten.all, aten.norm, aten.linalg_vector_norm, aten.nansum, aten.aminmax,
 )  # fmt: skip
 def reduction(call: Call, flow: LabelFlow) -> None:
     """Reducing other axes keeps the channels; summing channels needs them to be 0; the rest freezes."""

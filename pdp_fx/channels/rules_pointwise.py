@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pdp_fx.channels.flow import LabelFlow
+from pdp_fx.channels.flow import LabelFlow, out_of_place, rule
 from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Call
 
@@ -30,16 +30,13 @@ UNTAGGED = frozenset({
 
 @cache
 def is_pointwise(func: torch._ops.OpOverload) -> bool:
-    """Whether each output element depends on one (broadcast) element of each operand only."""
-    tags = {*func.tags, *_out_of_place(func).tags}
+    """Whether each output element depends on one (broadcast) element of each operand only.
+
+    Some operations that write in place carry no tags of their own.
+    """
+    tags = {*func.tags, *out_of_place(func).tags}
     random = torch.Tag.nondeterministic_seeded in tags
     return not random and (torch.Tag.pointwise in tags or func.overloadpacket in UNTAGGED)
-
-
-def _out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The form of an operation that makes a new tensor; some that write in place carry no tags."""
-    packet = getattr(aten, func._opname.removesuffix("_"), None) if func.namespace == "aten" else None
-    return getattr(packet, func._overloadname, func)
 
 
 def pointwise(call: Call, flow: LabelFlow) -> None:
@@ -55,6 +52,27 @@ def pointwise(call: Call, flow: LabelFlow) -> None:
         return
     lifted = _avoid_bare_values(operands, lifted, call, flow)
     flow.put(result, [_merge(cluster, call, flow) for cluster in _clusters(lifted)])
+
+
+@rule(aten.rrelu_with_noise, aten.rrelu_with_noise_, aten.log_sigmoid_forward)
+def with_scratch(call: Call, flow: LabelFlow) -> None:
+    """A function of each number of the first tensor; what else is given or returned is scratch memory."""
+    zero = call.func.overloadpacket is not aten.log_sigmoid_forward
+    result, *scratch = [call.result] if isinstance(call.result, Tensor) else call.result
+    layers = flow.layers(call.args[0])
+    flow.put(result, [Layer(each.ids, each.zero & zero, (each,), free=each.free) for each in layers])
+    for tensor in scratch:
+        flow.put(tensor, ())
+
+
+def put_sum(product: list[Layer], added: Tensor | None, call: Call, flow: LabelFlow) -> None:
+    """Say which labels the result of ``call`` carries: those of a product that something is added to."""
+    if added is None:
+        flow.put(call.result, product)
+        return
+    alone = call.result.new_empty(()).expand(call.result.shape)
+    flow.put(alone, product)
+    pointwise(Call(aten.add.Tensor, (added, alone), {}, call.result), flow)
 
 
 def lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:

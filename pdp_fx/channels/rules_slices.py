@@ -24,7 +24,7 @@ NEVER_ZERO = frozenset({aten.logcumsumexp, aten.logsumexp})
 @rule(
     aten.cumsum, aten.cumsum_, aten.cumprod, aten.cumprod_, aten.cummax, aten.cummin, aten.sort, aten.topk,
     aten.kthvalue, aten.median, aten.nanmedian, aten.mode, aten.argmax, aten.argmin, aten.argsort,
-    aten.logcumsumexp, aten.logsumexp, aten._fft_r2c, aten._fft_c2r, aten._fft_c2c,
+    aten.logcumsumexp, aten.logsumexp, aten._fft_r2c, aten._fft_c2r, aten._fft_c2c, aten.rot90,
 )  # fmt: skip
 def slices(call: Call, flow: LabelFlow) -> None:
     """Keep the channels along other axes; the places in a slice that are returned beside it are never 0."""
@@ -43,7 +43,7 @@ def _axes(call: Call) -> frozenset[int]:
     arguments = call.func._schema.arguments
     given = dict(zip((argument.name for argument in arguments), call.args, strict=False)) | call.kwargs
     default = {argument.name: argument.default_value for argument in arguments}
-    named: Any = given.get("dim", default.get("dim"))
+    named: Any = given.get("dims", given.get("dim", default.get("dim", default.get("dims"))))
     ndim = call.args[0].ndim
     listed = range(ndim) if named is None else [named] if isinstance(named, int) else named
     return frozenset(axis % ndim for axis in listed)

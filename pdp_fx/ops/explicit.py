@@ -104,6 +104,31 @@ class ExplicitEmbedding(nn.Embedding):
         )
 
 
+class ExplicitEmbeddingBag(nn.EmbeddingBag):
+    """`torch.nn.EmbeddingBag` with explicit parameters."""
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        return functional.embedding_bag(
+            input,
+            self.weight if weight is None else weight,
+            offsets,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            per_sample_weights,
+            self.include_last_offset,
+            self.padding_idx,
+        )
+
+
 class _ExplicitBatchNorm(_BatchNorm):
     def forward(self, input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)

@@ -158,6 +158,7 @@ _KINDS = (
     ),
     ModuleKind(nn.Linear, explicit.ExplicitLinear, _BOTH, True, _refresh_linear, fold_rows),
     ModuleKind(nn.Embedding, explicit.ExplicitEmbedding, ("weight",), False, _refresh_embedding),
+    ModuleKind(nn.EmbeddingBag, explicit.ExplicitEmbeddingBag, ("weight",), False, _refresh_embedding),
     ModuleKind(nn.InstanceNorm1d, explicit.ExplicitInstanceNorm1d, _BOTH, False, _refresh_norm),
     ModuleKind(nn.InstanceNorm2d, explicit.ExplicitInstanceNorm2d, _BOTH, False, _refresh_norm),
     ModuleKind(nn.InstanceNorm3d, explicit.ExplicitInstanceNorm3d, _BOTH, False, _refresh_norm),

@@ -21,7 +21,11 @@ _WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(_TRANSPOSED, ((1, 0),)),
     **dict.fromkeys(_MATMUL, ((0, -1), (1, -2))),
     **dict.fromkeys(_ADDMM, ((1, -1), (2, -2))),
+    **dict.fromkeys((torch.inner, "inner"), ((0, -1), (1, -1))),
+    **dict.fromkeys(("torchvision.deform_conv2d", "torchvision.deform_conv2d.default"), ((1, 1),)),
 }
+"""By function, method or the name of an operation: the places of what may be the weight, with that axis."""
+
 _NAMES = {0: ("input",), 1: ("weight", "mat1", "batch1", "mat2", "other"), 2: ("mat2", "batch2")}
 
 
@@ -30,7 +34,7 @@ def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     if node.target is torch.einsum:
         return _einsum_operands(node)
     found: list[tuple[fx.Node, int]] = []
-    for position, axis in _WEIGHTS.get(node.target, ()):
+    for position, axis in _WEIGHTS.get(node.target, _WEIGHTS.get(str(node.target), ())):
         named = (node.kwargs[name] for name in _NAMES[position] if name in node.kwargs)
         operand = node.args[position] if position < len(node.args) else next(named, None)
         if isinstance(operand, fx.Node):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.ops import deform_conv2d  # pyright: ignore[reportMissingTypeStubs]
 
 from tests.channels.construct import Construct, conv_bn, images, sequences, signals
 
@@ -220,19 +219,6 @@ class VarianceOverChannels(Between):
         return x / (x.var(1, keepdim=True) + 1)
 
 
-class DeformableConv(Between):
-    """An operation of another package that has no rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset, self.weight = nn.Conv2d(3, 18, 3, padding=1), nn.Parameter(torch.randn(8, 8, 3, 3) / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.stem(x))
-        y = deform_conv2d(y, self.offset(x), self.weight, padding=(1, 1))
-        return self.head(F.relu(self.mid(y)))
-
-
 class FourierChannels(Between):
     def act(self, x: Tensor) -> Tensor:
         return torch.fft.fft(x, dim=1).abs()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
@@ -400,7 +386,6 @@ REFUSALS = (
     Construct(SortedChannels, images(), removed=3, reason="sort runs over these channels"),
     Construct(TopChannels, images(), removed=3, reason="topk runs over these channels"),
     Construct(VarianceOverChannels, images(), removed=3, reason="var runs over these channels"),
-    Construct(DeformableConv, images(), removed=3, reason="no channel rule for deform_conv2d"),
     Construct(FourierChannels, images(), removed=3, reason="fft_r2c runs over these channels"),
     Construct(WrittenInPlace, images(), removed=7),
     Construct(TemporalShift, images(), removed=7),

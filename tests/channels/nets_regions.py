@@ -64,6 +64,27 @@ class RegionsOfTwoScales(nn.Module):
         return self.out(pooled.flatten(1))
 
 
+class Deformable(nn.Module):
+    """A convolution looks pixels up at offsets that another one finds."""
+
+    groups = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.places = conv_bn(3, 8), nn.Conv2d(3, 27 * self.groups, 3, padding=1)
+        self.conv, self.out = ops.DeformConv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets, mask = self.places(x).split([18 * self.groups, 9 * self.groups], 1)
+        return self.out(self.conv(self.stem(x).relu(), offsets, mask.sigmoid()).relu())
+
+
+class DeformableInGroups(Deformable):
+    """Two groups of channels have offsets of their own, so that these channels stay."""
+
+    groups = 2
+
+
 def _brightest(x: Tensor) -> Tensor:
     """The channels as they are, or the other way round."""
     return x if x.sum() > 0 else x.flip(1)
@@ -107,6 +128,8 @@ class ChosenByMethod(nn.Module):
 
 REGIONS = (
     Construct(SampledOnGrid, images(), removed=4, reason="choose places"),
+    Construct(Deformable, images(), removed=8, reason="choose places"),
+    Construct(DeformableInGroups, images(), removed=4, reason="has groups of these channels"),
     Construct(RegionsAligned, images(), removed=4),
     Construct(RegionsPooled, images(), removed=4),
     Construct(RegionsOfTwoScales, images(), removed=4, batches=False),

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.channels.construct import Construct, sequences
 
@@ -68,6 +69,28 @@ class AmplitudeAndPhase(AlongTime):
         return (number * number.conj()).real + number.imag * number.abs()
 
 
+class OtherFormsOfSlices(AlongTime):
+    """Quantiles, spreads, quarter turns, choices, axes that are changed in place, noisy and smooth steps."""
+
+    def along(self, x: Tensor) -> Tensor:
+        x = F.logsigmoid(x) + F.rrelu(torch.rot90(x[:, :, None], 2, (1, 2)).squeeze_(2))
+        x = x - x.quantile(0.3, dim=1, keepdim=True) / (1 + torch.std_mean(x, 1, keepdim=True)[0])
+        places = x.argsort(1)[:, :3]
+        return torch.take_along_dim(x, places, 1).ravel().view(len(x), 3, -1).clone().transpose_(1, 2).mT
+
+
+class CodebookByDistance(AlongTime):
+    """Each token becomes the nearest entry of a codebook (VQ-VAE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(7, 8))
+
+    def along(self, x: Tensor) -> Tensor:
+        chosen = F.embedding(torch.cdist(x, self.codes).argmin(-1), self.codes)
+        return x + (chosen - x).detach()
+
+
 class ScoredByVector(nn.Module):
     """A vector gives each example a score (matrix times vector)."""
 
@@ -88,5 +111,7 @@ SLICES = (
     Construct(GlobalFilter, sequences(), removed=4),
     Construct(RotaryByComplex, sequences(), removed=4),
     Construct(AmplitudeAndPhase, sequences(), removed=4),
+    Construct(OtherFormsOfSlices, sequences(), removed=4),
+    Construct(CodebookByDistance, sequences(), removed=4),
     Construct(ScoredByVector, sequences(), removed=4),
 )

@@ -334,6 +334,30 @@ class SecondDiagonal(DiagonalOfMatrix):
         return self.head(F.pad(self.stem(x)[..., 1:] * self.matrix.diagonal(1), (0, 1)))
 
 
+class WeightsOnTheLeft(nn.Module):
+    """Weights multiply columns of numbers from the left, with the column itself or a bias added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(8, 8))
+        self.bias, self.last = nn.Parameter(torch.randn(8, 1)), nn.Parameter(torch.randn(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        column = torch.addmm(self.bias, self.first, x.flatten(0, 1).t()).relu()
+        return torch.inner(torch.addmm(column, self.mix, column).t(), self.last.t())
+
+
+class BagOfEntries(nn.Module):
+    """The mean of some entries of a table scales the channels, as in a recommender."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bag, self.head = nn.Linear(6, 8), nn.EmbeddingBag(4, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x) * self.bag((x[..., 0] > 0).long())[:, None])
+
+
 WEIGHTS = (
     Construct(LowRankAdapter, sequences(), removed=4),
     Construct(SumOfKernels, images(), removed=7),
@@ -357,6 +381,8 @@ WEIGHTS = (
     Construct(MixedKernels, images(), removed=4),
     Construct(ParameterTables, sequences(), removed=8),
     Construct(InterpolatedPositions, images(), removed=8),
+    Construct(WeightsOnTheLeft, sequences(), removed=8),
+    Construct(BagOfEntries, sequences(), removed=4),
     Construct(DiagonalOfMatrix, sequences(), removed=8),
     Construct(SecondDiagonal, sequences(), reason="mul joins these channels"),
 )
