@@ -70,7 +70,8 @@ class Pruner(nn.Module):
     def add(self, name: str, mask: MaskPolicy, rule: Rule) -> str:
         """Register a mask under a name made from ``name``, and return that name."""
         key = re.sub(r"\W+", "_", name.removesuffix(")"))
-        while key in self.masks:
+        # A table of modules has attributes of its own, such as "values".
+        while hasattr(self.masks, key):
             key += "_"
         self.masks[key] = mask
         self.rules[key] = rule

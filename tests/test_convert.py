@@ -1,6 +1,7 @@
 import copy
 import logging
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,13 @@ def check_onnx(model: nn.Module, x: Tensor, spec: PruneSpec, folder: Path) -> No
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     expected = converted(x)
     assert (torch.from_numpy(found) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_layers_may_have_the_names_of_methods() -> None:
+    layers = {"keys": nn.Linear(4, 8), "relu": nn.ReLU(), "values": nn.Linear(8, 8), "out": nn.Linear(8, 2)}
+    prepared = pruned(nn.Sequential(OrderedDict(layers)), Channels(ratio=0.5), torch.randn(2, 4))
+    small = pdp_fx.convert(prepared)
+    assert small.get_parameter("keys.bias").numel() + small.get_parameter("values.bias").numel() == 8
 
 
 def test_smaller_shapes_show_when_printed() -> None:
