@@ -23,7 +23,7 @@ from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
-from pdp_fx.tracing.module import TracedModule, always_eval, mirror
+from pdp_fx.tracing.module import TracedModule, always_eval, mirror, taken_name
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
@@ -59,6 +59,12 @@ def trace(
     Raises:
         TraceError: the model cannot be traced; the message says where and why.
     """
+    taken = taken_name(model)
+    if taken is not None:
+        raise TraceError(
+            f"the model has a part {taken!r}, a name that every torch.fx.GraphModule has for itself; "
+            "rename it, or put the model into another, as in nn.Sequential(model)"
+        )
     if example_inputs is None:
         return _trace_symbolically(model)
     example = example_call(example_inputs)

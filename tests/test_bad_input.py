@@ -27,12 +27,13 @@ from tests.nets import (
 
 
 class Named(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.pdp = nn.Linear(4, 4)
+        self.name = name
+        self.add_module(name, nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.pdp(x)
+        return self.get_submodule(self.name)(x)
 
 
 def nan_net() -> nn.Module:
@@ -110,11 +111,18 @@ REFUSED = {
         "needs a torch.nn.Module",
     ),
     "a name that is taken": (
-        Named,
+        lambda: Named("pdp"),
         at_once(Unstructured(0.5)),
         None,
         StateError,
         "attribute 'pdp'.*rename it",
+    ),
+    "a name of graph modules": (
+        lambda: Named("code"),
+        at_once(Unstructured(0.5)),
+        None,
+        TraceError,
+        "a part 'code'.*rename it, or put the model into another",
     ),
     "lazy": (
         lambda: nn.LazyLinear(4),

@@ -14,6 +14,7 @@ from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+_OWN = {"always_eval", *dir(fx.GraphModule(nn.Module(), fx.Graph()))}.difference(dir(nn.Module()))
 
 
 class TracedModule(fx.GraphModule):
@@ -51,6 +52,12 @@ def _restore(class_name: str, state: dict[str, Any], text: GraphText) -> TracedM
     gm = TracedModule(root, graph_from_text(text), class_name)
     vars(gm).update({key: value for key, value in state.items() if key not in _TREE})
     return gm
+
+
+def taken_name(model: nn.Module) -> str | None:
+    """The name of a part of the model that a graph module has for itself, such as ``code``, or None."""
+    names = (name for table in (model._modules, model._parameters, model._buffers) for name in table)
+    return next((name for name in names if name in _OWN), None)
 
 
 def always_eval(model: nn.Module) -> tuple[str, ...]:
