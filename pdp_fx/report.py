@@ -11,12 +11,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
-from pdp_fx.api import normalised
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context
+from pdp_fx.example_inputs import fresh, normalised, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.planning import parameters_of, weight_of
 from pdp_fx.policy import MaskPolicy, NMPolicy
@@ -153,7 +153,10 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
     ctx = Context(PruneSpec(Unstructured(0.5)))
     FindSites().run(gm, ctx)
     inputs = normalised(example_inputs)
-    channels = None if inputs is None else analyse(gm, inputs, {})
+    channels = None
+    if inputs is not None:
+        with trial(gm):
+            channels = analyse(gm, fresh(inputs), {})
     names = [site.parameter for site in ctx.get(Sites).weights]
     weights = {name: weight_of(gm, name).detach() for name in names}
     rows = [_row(name, weight, weight, channels) for name, weight in weights.items()]

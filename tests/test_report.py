@@ -60,6 +60,27 @@ def test_a_plain_model_is_counted_and_left_alone() -> None:
     assert found.macs == found.macs_left
 
 
+class Counted(nn.Linear):
+    """Draws random numbers, and counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(input + torch.rand(1))
+
+
+def test_counting_draws_no_numbers_and_writes_to_no_buffer() -> None:
+    model, state_before = Counted(), torch.get_rng_state()
+    pdp_fx.report(model, torch.ones(2, 4))
+    assert int(model.calls) == 0
+    assert torch.equal(torch.get_rng_state(), state_before)
+
+
 def test_without_example_inputs_there_are_no_multiply_accumulates() -> None:
     found = pdp_fx.report(net("mlp")[0])
     assert (found.macs, found.macs_left) == (None, None)
