@@ -259,7 +259,7 @@ def reclass(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """
     made = object.__new__(kind)
     made.__dict__.update(
-        (name, value.copy() if name.startswith("_") and isinstance(value, (dict, set)) else value)
+        (name, value.copy() if name.startswith("_") and isinstance(value, (dict, set, list)) else value)
         for name, value in module.__dict__.items()
     )
     return made
