@@ -96,4 +96,6 @@ def _energy(weight: Tensor, axis: int) -> Tensor:
     """Sum of squares of every row along ``axis``."""
     others = [other for other in range(weight.ndim) if other != axis]
     dtype = compute_dtype(weight.dtype)
+    if not others:
+        return weight.to(dtype).square()
     return cast(Tensor, torch.linalg.vector_norm(weight, dim=others, dtype=dtype)).square()

@@ -295,6 +295,26 @@ def test_policies_are_told_the_computed_weight() -> None:
     torch.testing.assert_close(told["stem.weight"], expected.view_as(stem.weight))
 
 
+class OuterProduct(nn.Module):
+    """A weight of rank one, made of two vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(6))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(functional.relu(functional.linear(x, torch.outer(self.left, self.right))))
+
+
+def test_the_entries_of_a_vector_are_channels() -> None:
+    model, x = OuterProduct().double(), torch.randn(2, 6, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), x)
+    pdp_fx.step(prepared)
+    small = check_converted(model, prepared.eval(), [(x,)])
+    assert torch.equal(small.get_parameter("left"), model.left[model.left.abs() > model.left.abs().median()])
+
+
 def test_computed_weights_compile_in_one_piece() -> None:
     _, prepared, x = norm_free(Channels(ratio=0.5))
     pdp_fx.step(prepared)
