@@ -42,15 +42,20 @@ def fresh(inputs: Inputs) -> Inputs:
 
 
 def matching(inputs: Inputs, model: nn.Module) -> Inputs:
-    """The inputs on the device and in the floating-point dtype of the model as it is now."""
-    reference = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if reference is None:
+    """The inputs on the device of the model as it is now, and in its floating-point dtype.
+
+    An input stays in its dtype if some parameter has that, too.
+    """
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    if not floating:
         return inputs
+    reference, dtypes = floating[0], {p.dtype for p in floating}
 
     def cast(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(reference.device, reference.dtype if leaf.is_floating_point() else leaf.dtype)
+        keeps = leaf.dtype in dtypes or not leaf.is_floating_point()
+        return leaf.to(reference.device, leaf.dtype if keeps else reference.dtype)
 
     return tree_map(cast, inputs)
 

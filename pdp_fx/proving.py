@@ -21,6 +21,9 @@ from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.replacing import replaced
 
 LOOSE = 1e-4
+LOOSE_ROUNDINGS = 16
+"""So many roundings of its dtype, and `LOOSE` at least, are allowed to a model that cannot run in float64."""
+
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 AMPLIFIED = 10
@@ -43,7 +46,7 @@ def proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
     if dtype in TOLERANCE:
         with contextlib.suppress(VerifyError):
             return _converted(_copy(gm), TOLERANCE[dtype], on_pass)
-    return _converted(_copy(gm), _proved_tolerance(gm), on_pass)
+    return _converted(_copy(gm), _proved_tolerance(gm, dtype), on_pass)
 
 
 def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
@@ -65,7 +68,7 @@ def allowed_for(rounding: float) -> float:
     return allowed if TOLERANCE[torch.float64] < allowed < MOST_AMPLIFIED else TOLERANCE[torch.float64]
 
 
-def _proved_tolerance(gm: fx.GraphModule) -> float:
+def _proved_tolerance(gm: fx.GraphModule, dtype: torch.dtype) -> float:
     """How far rounding may take the converted model, once its float64 twin has been found equal.
 
     Rounding alone can exceed the tolerance; in float64 it cannot, so there a difference is a proof. A
@@ -79,7 +82,7 @@ def _proved_tolerance(gm: fx.GraphModule) -> float:
     except VerifyError:
         raise
     except (PdpError, RuntimeError, TypeError):
-        return LOOSE
+        return max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
     return float("inf")
 
 
@@ -93,8 +96,8 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     try:
         with replaced(Tensor, "__deepcopy__", without_history):
             copied = copy.deepcopy(gm, _empty_tables(gm))
-    except RuntimeError as err:
-        raise StateError(f"the model cannot be copied: {err}") from err
+    except Exception as err:
+        raise StateError(f"the model cannot be copied: {type(err).__name__}: {err}") from err
     # Every graph module has a class of its own, whose name deepcopy forgets.
     type(copied).__name__ = type(gm).__name__
     return copied

@@ -1,6 +1,7 @@
 import copy
 import logging
 import pickle
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -481,6 +482,38 @@ def test_single_precision_inside_a_double_model_is_no_failure() -> None:
     assert 1e-9 < difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-5
 
 
+class FixedDtype(nn.Sequential):
+    """Cannot run in float64."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(torch.bfloat16))
+
+
+def test_rounding_of_half_precision_is_allowed_where_float64_cannot_prove() -> None:
+    torch.manual_seed(0)
+    model, x = FixedDtype(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)), torch.randn(8, 6)
+    prepared = pruned(model.bfloat16(), Channels(ratio=0.5), x)
+    assert 1e-4 < difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 0.1
+
+
+class TwoPrecisions(nn.Module):
+    """Takes one input in half precision and the other in single."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.narrow(x).float() + self.wide(y)
+
+
+def test_inputs_keep_the_dtype_that_a_part_of_the_model_has() -> None:
+    x = torch.randn(2, 4)
+    prepared = pdp_fx.prepare(TwoPrecisions(), at_once(Unstructured(0.5)), (x.bfloat16(), x))
+    pdp_fx.step(prepared)
+    assert pdp_fx.convert(prepared)(x.bfloat16(), x).dtype == torch.float32
+
+
 class Chaotic(nn.Module):
     """Makes every difference larger some thirty times."""
 
@@ -599,3 +632,20 @@ def test_what_a_hook_has_kept_of_the_last_forward_is_no_obstacle() -> None:
     prepared.train()(x).sum().backward()
     assert not model.kept[0].is_leaf
     assert difference(prepared.eval(), pdp_fx.convert(prepared), x) < 1e-6
+
+
+class Locked(nn.Module):
+    """Decides by its data, and holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lock = nn.Linear(8, 8), threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) if x.sum() > 0 else x
+
+
+def test_a_model_that_cannot_be_copied_is_told() -> None:
+    prepared = pruned(nn.Sequential(Locked(), nn.Linear(8, 2)), Unstructured(0.5), torch.randn(2, 8))
+    with pytest.raises(StateError, match="the model cannot be copied: TypeError: cannot pickle"):
+        pdp_fx.convert(prepared)

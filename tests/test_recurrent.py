@@ -131,5 +131,5 @@ def test_the_users_module_keeps_its_own_weights() -> None:
     pdp_fx.step(prepared)
     assert not torch.equal(prepared.eval()(x)[0], expected)
     pdp_fx.convert(prepared)
-    prepared.load_state_dict({k: torch.zeros_like(v) for k, v in prepared.state_dict().items()}, assign=True)
+    prepared.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()}, assign=True)
     assert torch.equal(model(x)[0], expected)
