@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @collecting_new()
+@torch.inference_mode(False)
 def prepare(
     model: nn.Module,
     spec: PruneSpec,
@@ -125,6 +126,7 @@ def penalty(model: nn.Module) -> Tensor:
 
 
 @collecting_new()
+@torch.inference_mode(False)
 def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     """Apply the hard masks, remove channels, fold BatchNorm, and check the result by numbers.
 

@@ -257,6 +257,18 @@ def test_several_prepared_models_in_one_module_are_refused() -> None:
         pdp_fx.step(both)
 
 
+@every_rule
+def test_the_mode_of_the_caller_does_not_matter(rule: Rule) -> None:
+    model, x = net("mlp")
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        prepared = pdp_fx.prepare(model, at_once(rule), x)
+    pdp_fx.step(prepared)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        converted = pdp_fx.convert(prepared)
+    converted(x).sum().backward()
+    assert difference(prepared.eval(), converted, x) <= 1e-5
+
+
 def test_frozen_parameters_stay_frozen() -> None:
     model, x = net("conv")
     model.get_parameter("conv1.weight").requires_grad_(False)

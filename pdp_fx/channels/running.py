@@ -143,5 +143,7 @@ def run(
 ) -> Any:
     """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it gives."""
     placed = place_arguments(gm, inputs)
+    # Under autocast, weights that were cast before would be met as tensors that nobody knows.
+    torch.clear_autocast_cache()
     with evaluating(gm), torch.no_grad(), flow:
         return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
