@@ -74,6 +74,8 @@ class ChooseTargets(Pass):
         if not plan.weights and not plan.groups:
             reasons = [f"  {name}: {why}" for name, why in plan.skipped]
             reasons += [f"  {group.name}: {reason}" for group in plan.kept for reason in group.reasons]
+            if not reasons:
+                reasons = ["  its rules name no weight of a conv or linear layer, and no channels"]
             raise SpecError("nothing in the model can be pruned by this spec:\n" + "\n".join(reasons))
 
 

@@ -6,7 +6,6 @@ import logging
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.parameter import is_lazy
 
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.collecting import collecting_new
@@ -15,6 +14,7 @@ from pdp_fx.errors import PassError, SpecError, StateError, VerifyError
 from pdp_fx.example_inputs import normalised
 from pdp_fx.field_checks import described
 from pdp_fx.fingerprint import fingerprint, tables
+from pdp_fx.granularity import NM, Channels, Unstructured, rule_text
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.finite import all_finite
@@ -28,7 +28,7 @@ from pdp_fx.proving import proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
-from pdp_fx.trace import ExampleInputs, trace
+from pdp_fx.trace import ExampleInputs, trace, without_shape
 from pdp_fx.tracing.preserve import unwritten
 
 logger = logging.getLogger(__name__)
@@ -205,13 +205,12 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"prepare needs a torch.nn.Module, got {described(model)}")
     if not isinstance(spec, PruneSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(
-            f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec(Unstructured(0.9))"
-        )
+        rule = rule_text(spec) if isinstance(spec, Unstructured | NM | Channels) else "Unstructured(0.9)"
+        raise SpecError(f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec({rule})")
     if find(model) is not None:
         raise StateError("the model is prepared already; call convert(model), or prepare the original model")
     spec.check_matches(dict(named_modules(model)))
-    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    lazy = without_shape(model)
     if lazy is not None:
         raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)

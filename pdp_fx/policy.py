@@ -233,7 +233,7 @@ class NMPolicy(WeightPolicy):
     def __init__(self, site: MaskSite) -> None:
         super().__init__(site)
         if not isinstance(site.rule, NM):
-            raise TypeError(f"{type(self).__name__} is a policy for NM rules, not for {site.rule}")
+            raise SpecError(f"{type(self).__name__} is a policy for NM rules, not for {site.rule}")
         self.keep = site.rule.keep
         self.of = site.rule.of
         self.target.fill_((self.of - self.keep) * MILLION)

@@ -68,9 +68,9 @@ def trace(
     if example_inputs is None:
         return _trace_symbolically(model)
     example = example_call(example_inputs)
-    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
-    if lazy:
-        raise TraceError(f"the parameter {lazy[0]!r} has no shape yet; run the model once before tracing it")
+    lazy = without_shape(model)
+    if lazy is not None:
+        raise TraceError(f"{lazy} has no shape yet; run the model once before tracing it")
     _refuse_sparse(model, example)
     with (
         torch.inference_mode(False),
@@ -170,6 +170,12 @@ def _given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | N
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         _log.info("the model takes no other batch: %s", err)
         return None
+
+
+def without_shape(model: nn.Module) -> str | None:
+    """The name of a parameter or buffer of a lazy module that has not run yet, or None."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in named if is_lazy(tensor)), None)
 
 
 def _refuse_sparse(model: nn.Module, example: ExampleCall) -> None:

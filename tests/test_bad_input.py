@@ -101,7 +101,14 @@ REFUSED = {
         Unstructured(0.5),
         ROWS,
         SpecError,
-        r"needs a PruneSpec, got Unstructured.*write PruneSpec\(Unstructured\(0.9\)\)",
+        r"needs a PruneSpec, got Unstructured.*write PruneSpec\(Unstructured\(ratio=0.5\)\)",
+    ),
+    "a number for a spec": (
+        Mlp,
+        0.5,
+        ROWS,
+        SpecError,
+        r"needs a PruneSpec, got 0.5 .*write PruneSpec\(Unstructured\(0.9\)\)",
     ),
     "no module": (
         lambda: functional.relu,
@@ -130,6 +137,20 @@ REFUSED = {
         ROWS,
         StateError,
         "weight has no shape yet",
+    ),
+    "lazy buffers": (
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.LazyBatchNorm1d(affine=False)),
+        at_once(Unstructured(0.5)),
+        ROWS,
+        StateError,
+        "1.running_mean has no shape yet",
+    ),
+    "rules for nothing": (
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU()),
+        PruneSpec(None, {nn.ReLU: Unstructured(0.5)}),
+        ROWS,
+        SpecError,
+        "by this spec:\n  its rules name no weight of a conv or linear layer, and no channels",
     ),
     "meta": (
         lambda: Mlp().to("meta"),

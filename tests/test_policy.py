@@ -264,6 +264,8 @@ def test_what_cannot_be_a_policy_is_refused(x: Tensor) -> None:
         prepared(Unstructured(0.5, policy=lambda _: nn.Identity()), x)
     with pytest.raises(SpecError, match=r"must give a WeightPolicy, got .*Given"):
         prepared(Unstructured(0.5, policy=Given), x)
+    with pytest.raises(SpecError, match=r"StraightNM is a policy for NM rules, not for Unstructured"):
+        prepared(Unstructured(0.5, policy=StraightNM), x)
     with pytest.raises(SpecError, match=r"policy Shrink\(start=1\) cannot be written to a file"):
         PruneSpec(Unstructured(0.5, policy=functools.partial(Shrink, start=1))).to_toml()
 
