@@ -1,7 +1,7 @@
 """The command line: ``python -m pdp_fx``.
 
 ``demo`` trains and prunes a small net; the other commands look at a model of the user's without training
-it. A model is named by something that makes it when called without arguments, as ``module:name``.
+it. A model is named, as ``module:name``, by itself or by what makes it when called without arguments.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,9 +126,13 @@ def _model(text: str) -> Callable[[], nn.Module]:
     if not place or not name:
         raise argparse.ArgumentTypeError(f"{text!r}: write module:name, as torchvision.models:resnet18")
     try:
-        made = getattr(importlib.import_module(place), name)
+        made: Any = getattr(importlib.import_module(place), name)
     except (ImportError, AttributeError) as err:
         raise argparse.ArgumentTypeError(str(err)) from err
+    if isinstance(made, nn.Module):
+        return lambda: made
+    if not callable(made):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a model nor something that makes one")
     return made
 
 

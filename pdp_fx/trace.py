@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from pdp_fx.errors import TraceError
+from pdp_fx.field_checks import described
 from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
@@ -59,6 +60,8 @@ def trace(
     Raises:
         TraceError: the model cannot be traced; the message says where and why.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TraceError(f"the model must be a torch.nn.Module, got {described(model)}")
     taken = taken_name(model)
     if taken is not None:
         raise TraceError(

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from pdp_fx.cli import main
+from tests.nets import Mlp
 
 CONV = "tests.nets:ConvNet"
 IMAGES = "2x3x8x8"
@@ -82,6 +83,16 @@ def test_whole_numbers_and_several_inputs(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(text)["macs"] == 5 * 8 * 4
 
 
+def test_a_model_may_be_named_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.test_cli.TwoInputs", Mlp())
+    assert "fc1" in output(capsys, "report", "tests.test_cli:TwoInputs")
+    monkeypatch.setattr("tests.test_cli.TwoInputs", int)
+    assert main(["graph", "tests.test_cli:TwoInputs"]) == 1
+    assert "must be a torch.nn.Module, got 0 (int)" in capsys.readouterr().err
+
+
 def test_a_refusal_is_told_in_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", CONV]) == 1
     told = capsys.readouterr()
@@ -100,6 +111,7 @@ def test_a_spec_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str], 
         (["explain", "tests.nets"], "write module:name"),
         (["explain", "tests.nets:Missing"], "Missing"),
         (["explain", "no_such_module:Net"], "no_such_module"),
+        (["report", "tests.test_cli:SPEC"], "neither a model nor something that makes one"),
         (["graph", CONV, "--input", "2x3x"], "write the shape as"),
         (["graph", CONV, "--input", "2x3:nothing"], "write the shape as"),
         (["graph", CONV, "--input", "0x3"], "write the shape as"),
