@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -126,14 +126,14 @@ def _model(text: str) -> Callable[[], nn.Module]:
     if not place or not name:
         raise argparse.ArgumentTypeError(f"{text!r}: write module:name, as torchvision.models:resnet18")
     try:
-        made: Any = getattr(importlib.import_module(place), name)
+        made: object = getattr(importlib.import_module(place), name)
     except (ImportError, AttributeError) as err:
         raise argparse.ArgumentTypeError(str(err)) from err
     if isinstance(made, nn.Module):
         return lambda: made
     if not callable(made):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a model nor something that makes one")
-    return made
+    return cast(Callable[[], nn.Module], made)
 
 
 def _tensor(text: str) -> Tensor:

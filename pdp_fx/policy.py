@@ -8,6 +8,7 @@ any other: they are what a rule without a policy stands for.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,16 +175,18 @@ def made(site: MaskSite, default: type[Made], kind: type[Made]) -> Made:
     """The mask that the rule's policy makes for ``site``, or that of ``default`` without one.
 
     Raises:
-        SpecError: the policy gives something else than a ``kind``.
+        SpecError: the policy gives something else than a ``kind``, or one with an ``update`` of single masks.
     """
     policy = site.rule.policy or default
     mask: object = policy(site) if callable(policy) else None
-    if isinstance(mask, kind):
-        return mask
-    raise SpecError(
-        f"{site.names[0]}: the policy of {site.rule} must give a {kind.__name__}, got {described(mask)}; "
-        f"derive it from pdp_fx.{kind.__name__}"
-    )
+    if not isinstance(mask, kind):
+        raise SpecError(
+            f"{site.names[0]}: the policy of {site.rule} must give a {kind.__name__}, got {described(mask)}; "
+            f"derive it from pdp_fx.{kind.__name__}"
+        )
+    if not inspect.ismethod(type(mask).update):
+        raise SpecError(f"{type(mask).__name__}.update must be a classmethod: it gets all masks of a rule")
+    return mask
 
 
 class WeightPolicy(MaskPolicy):

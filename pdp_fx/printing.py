@@ -132,7 +132,7 @@ def _pruned_now(gm: fx.GraphModule, mask: MaskPolicy) -> str:
     if isinstance(mask, NMPolicy):
         return f"{mask.keep}:{mask.of}, {int(mask.count) / MILLION:g} of {mask.of} pruned"
     if isinstance(mask, ChannelPolicy):
-        return f"channels, {mask.pruned_now} of {mask.width} pruned"
+        return f"channels, {units_pruned(gm, mask)} of {mask.width} pruned"
     units = gm.get_parameter(mask.parameters_read[0]).numel()
     return f"weights, {units_pruned(gm, mask)} of {units} pruned"
 

@@ -123,6 +123,8 @@ class Pruner(nn.Module):
     def check_unaveraged(self) -> None:
         """Raise StateError if the counts are not those that the counter stands for."""
         for name, mask in self.mask_items():
+            if not mask.planned:
+                continue
             count = int(mask.count)
             mask.advance(self.share)
             if count != int(mask.count):

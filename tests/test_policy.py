@@ -96,6 +96,24 @@ class Recorded(WeightPolicy):
         cls.calls.append((len(masks), now.counter, now.share))
 
 
+class Alone(Straight):
+    def update(self, masks: Any, weights: Any, now: Progress) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+class BelowMean(Given):
+    """Decides by itself how many channels go, and keeps its own count."""
+
+    planned = False
+
+    def pruned(self, *weights: Tensor) -> Tensor:
+        scores = self.scores(*weights)
+        self.count.fill_(1)
+        return scores < scores.mean()
+
+    def kept(self, scores: Tensor) -> Tensor:
+        return (scores >= scores.mean()).float()
+
+
 def net() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -188,6 +206,12 @@ def test_printouts_name_the_policy(x: Tensor) -> None:
     assert repr(NM(2, 4, policy=StraightNM)) == "NM(keep=2, of=4, policy=StraightNM)"
 
 
+def test_a_policy_of_channels_may_decide_how_many_go(x: Tensor) -> None:
+    model = prepared(Channels(0.5, policy=BelowMean), x)
+    assert "channels, 8 of 16 pruned" in graph_text(model)
+    assert pdp_fx.convert(model).get_parameter("0.weight").shape == (8, 8)
+
+
 def test_penalties_add_up_and_have_gradients(x: Tensor) -> None:
     model = prepared(Unstructured(0.5, policy=Shrink), x)
     penalty = pdp_fx.penalty(model)
@@ -264,6 +288,8 @@ def test_what_cannot_be_a_policy_is_refused(x: Tensor) -> None:
         prepared(Unstructured(0.5, policy=lambda _: nn.Identity()), x)
     with pytest.raises(SpecError, match=r"must give a WeightPolicy, got .*Given"):
         prepared(Unstructured(0.5, policy=Given), x)
+    with pytest.raises(SpecError, match=r"Alone.update must be a classmethod"):
+        prepared(Unstructured(0.5, policy=Alone), x)
     with pytest.raises(SpecError, match=r"StraightNM is a policy for NM rules, not for Unstructured"):
         prepared(Unstructured(0.5, policy=StraightNM), x)
     with pytest.raises(SpecError, match=r"policy Shrink\(start=1\) cannot be written to a file"):
