@@ -25,7 +25,7 @@ from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.planning import parameters_of
 from pdp_fx.proving import proved
-from pdp_fx.pruner import CHILD, Pruner, find, find_all, units_pruned
+from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import ExampleInputs, trace, without_shape
@@ -101,7 +101,7 @@ def step(model: nn.Module) -> None:
         StateError: the model was never prepared, or holds several prepared models.
         SpecError: the targets are due to be fixed, but weights are NaN or infinite.
     """
-    gm, pruner = _prepared(model, "step")
+    gm, pruner = find_one(model, "step")
     pruner.step(gm)
 
 
@@ -119,7 +119,7 @@ def penalty(model: nn.Module) -> Tensor:
         >>> penalty(prepare(nn.Linear(4, 4), PruneSpec(Unstructured(0.5))))
         tensor(0.)
     """
-    gm, pruner = _prepared(model, "penalty")
+    gm, pruner = find_one(model, "penalty")
     reads = ((mask, parameters_of(gm, mask)) for _, mask in pruner.mask_items())
     terms = [term for mask, weights in reads if (term := mask.penalty(*weights)) is not None]
     return torch.stack(terms).sum() if terms else torch.zeros((), device=_device(gm))
@@ -144,7 +144,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
             indices is not the one that was prepared, or the model cannot be copied.
         VerifyError: the outputs differ; this would be a bug of this package.
     """
-    gm, pruner = _prepared(model, "convert")
+    gm, pruner = find_one(model, "convert")
     _refuse_more_than_wrapped(model, gm)
     refuse_sharded(gm)
     pruner.check_unaveraged()
@@ -181,15 +181,6 @@ def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
         pruner.fingerprint = fingerprint(gm)
         pruner.tables = tables(gm)
         pruner.mac_model = mac_model(found, [group for group, _ in plan.groups])
-
-
-def _prepared(model: nn.Module, verb: str) -> tuple[fx.GraphModule, Pruner]:
-    found = find_all(model)
-    if not found:
-        raise StateError(f"{verb}(model) needs a model that came from pdp_fx.prepare; this one did not")
-    if len(found) > 1:
-        raise StateError(f"the model holds {len(found)} prepared models; call {verb} for each of them")
-    return found[0]
 
 
 def _part_from(gm: fx.GraphModule, model: nn.Module) -> None:

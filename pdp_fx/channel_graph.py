@@ -18,7 +18,7 @@ from pdp_fx.channels.labels import Slot
 from pdp_fx.errors import StateError
 from pdp_fx.granularity import rule_text
 from pdp_fx.ops.kinds import input_axis, kind_of
-from pdp_fx.pruner import Pruner, find
+from pdp_fx.pruner import Pruner, find_one
 
 Graph: TypeAlias = "nx.Graph[str]"
 
@@ -76,7 +76,7 @@ def channel_graph(model: nn.Module) -> Graph:
     carries.
 
     Raises:
-        StateError: the model was never prepared, or without example inputs.
+        StateError: the model was never prepared, or without example inputs, or holds several prepared models.
 
     Example:
         >>> from pdp_fx import Channels, PruneSpec, prepare
@@ -86,10 +86,7 @@ def channel_graph(model: nn.Module) -> Graph:
         >>> sorted(graph["0"])
         ['0.bias[0]', '0.weight[0]', '2.weight[1]']
     """
-    found = find(model)
-    if found is None:
-        raise StateError("channel_graph(model) needs a model that came from pdp_fx.prepare; this one did not")
-    gm, pruner = found
+    gm, pruner = find_one(model, "channel_graph")
     if pruner.channels is None:
         raise StateError(
             "the model was prepared without example inputs, so its channels are not known; "

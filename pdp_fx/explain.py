@@ -15,9 +15,8 @@ from pdp_fx.channel_graph import axis_name, owner_of, roles
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
-from pdp_fx.errors import StateError
 from pdp_fx.granularity import rule_text
-from pdp_fx.pruner import Pruner, find
+from pdp_fx.pruner import Pruner, find_one
 
 Item = TypeVar("Item")
 
@@ -44,7 +43,7 @@ class PrunedGroup:
         name: the module that makes them first.
         rule: the rule of the spec.
         width: number of channels.
-        least: how many of them stay whatever the weights are.
+        least: how many of them stay by the rule and the model, whatever the weights and the target are.
         producers: the modules that make them.
         masked: where the mask sits: modules, their inputs, or the statistics of a norm.
         members: every axis of a parameter or buffer that carries some of them, as ``conv1.weight[0]``.
@@ -137,12 +136,9 @@ def explain(model: nn.Module) -> Explanation:
     """Say what the prepared ``model`` prunes and what it keeps, with the reason for each.
 
     Raises:
-        StateError: the model was never prepared.
+        StateError: the model was never prepared, or holds several prepared models.
     """
-    found = find(model)
-    if found is None:
-        raise StateError("explain(model) needs a model that came from pdp_fx.prepare; this one did not")
-    gm, pruner = found
+    gm, pruner = find_one(model, "explain")
     return Explanation(
         _weights(gm, pruner),
         tuple(_pruned(gm, pruner)),

@@ -16,6 +16,7 @@ from pdp_fx.allocation import MacModel
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.checkpoints import other_targets
 from pdp_fx.errors import SpecError, StateError
+from pdp_fx.field_checks import described
 from pdp_fx.planning import CHILD, Planner, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
@@ -167,8 +168,28 @@ def find(model: nn.Module) -> tuple[fx.GraphModule, Pruner] | None:
     return next(iter(find_all(model)), None)
 
 
+def find_one(model: nn.Module, verb: str) -> tuple[fx.GraphModule, Pruner]:
+    """The one prepared graph module inside ``model`` and its state, for the function ``verb``.
+
+    Raises:
+        StateError: there is none, or there are several.
+    """
+    found = find_all(model)
+    if not found:
+        raise StateError(f"{verb}(model) needs a model that came from pdp_fx.prepare; this one did not")
+    if len(found) > 1:
+        raise StateError(f"the model holds {len(found)} prepared models; call {verb} for each of them")
+    return found[0]
+
+
 def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
-    """All prepared graph modules inside ``model``, itself included, with their states."""
+    """All prepared graph modules inside ``model``, itself included, with their states.
+
+    Raises:
+        StateError: it is no module.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StateError(f"the model must be a torch.nn.Module, got {described(model)}")
     found: list[tuple[fx.GraphModule, Pruner]] = []
     for module in model.modules():
         state = getattr(module, CHILD, None)

@@ -20,7 +20,7 @@ from pdp_fx.example_inputs import fresh, normalised, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.planning import parameters_of, weight_of
 from pdp_fx.policy import MaskPolicy, NMPolicy
-from pdp_fx.pruner import Pruner, find
+from pdp_fx.pruner import Pruner, find_all, find_one
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import ExampleInputs, trace
 
@@ -145,10 +145,13 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
         example_inputs: needed for multiply-accumulates of a model that was not prepared with them.
             They are counted for one example: total over the batch, divided by the first axis of the
             first input.
+
+    Raises:
+        StateError: the model holds several prepared models.
+        TraceError: a model that was never prepared cannot be traced.
     """
-    found = find(model)
-    if found is not None:
-        return _of_prepared(*found)
+    if find_all(model):
+        return _of_prepared(*find_one(model, "report"))
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     ctx = Context(PruneSpec(Unstructured(0.5)))
     FindSites().run(gm, ctx)

@@ -223,3 +223,5 @@ def test_step_and_convert_need_a_prepared_model() -> None:
             StateError, match=rf"{verb.__name__}\(model\) needs a model that came from pdp_fx.prepare"
         ):
             verb(Mlp())
+        with pytest.raises(StateError, match=r"must be a torch.nn.Module, got 3 \(int\)"):
+            verb(3)  # pyright: ignore[reportArgumentType]
