@@ -132,8 +132,8 @@ class Rounded(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS and result.is_floating_point():
-            way = torch.randint(0, 2, result.shape, generator=self.generator).mul_(2).sub_(1).to(result)
-            result = result * (1 + torch.finfo(result.dtype).eps * way)
+            up = torch.randint(0, 2, result.shape, generator=self.generator, device="cpu").to(result)
+            result = result * (1 + torch.finfo(result.dtype).eps * (2 * up - 1))
         return result
 
 

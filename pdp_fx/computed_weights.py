@@ -11,7 +11,7 @@ parameter that nothing else uses: masks are put on the value, and `convert` writ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,7 +204,7 @@ def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int
 def _effect(run: _Run, name: str, axis: int) -> Effect:
     """Every place that follows the parameter must be 0 with one half of it or with the other."""
     dense = run.values[name]
-    holes = torch.rand(dense.shape, generator=run.generator) < 0.5
+    holes = run.random(dense.shape).to(dense.device) < 0.5
     halves = [run.result(name, dense * half) for half in (holes, ~holes)]
     changed = torch.stack([half != run.dense for half in halves]).any(dim=0)
     zero = torch.stack([run.zeros(half) for half in halves]).any(dim=0)
@@ -220,7 +220,7 @@ def _misses_single_zeros(run: _Run, name: str) -> bool:
     """Whether a single zero somewhere changes the weight and leaves no zero there."""
     for _ in range(TRIES):
         holed = run.values[name].reshape(-1).clone()
-        holed[torch.randint(holed.numel(), (), generator=run.generator)] = 0
+        holed[int(run.random(()) * holed.numel())] = 0
         weight = run.result(name, holed.reshape(run.values[name].shape))
         if not torch.equal(weight, run.dense) and not bool(run.zeros(weight).any()):
             return True
@@ -241,7 +241,7 @@ class _Run(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, weight: fx.Node) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(0)
         self.values: Values = {}
         self._weight, self._nodes = weight, sources_of(weight)
         self._chosen: Values = {}
@@ -250,6 +250,10 @@ class _Run(fx.Interpreter):
     def result(self, name: str, value: Tensor) -> Tensor:
         """The weight when the parameter ``name`` has this value."""
         return self._computed({name: value})
+
+    def random(self, shape: Sequence[int]) -> Tensor:
+        """Numbers in [0, 1), the same in every run and on every device; they are on the CPU."""
+        return torch.rand(shape, generator=self._generator, device="cpu")
 
     def zeros(self, weight: Tensor) -> Tensor:
         """Where a weight is 0 that is not 0 otherwise."""
@@ -263,7 +267,7 @@ class _Run(fx.Interpreter):
         if not isinstance(value, nn.Parameter):
             return value.clone()
         if target not in self.values:
-            other = 0.5 + torch.rand(value.shape, generator=self.generator).to(value)
+            other = 0.5 + self.random(value.shape).to(value)
             self.values[target] = torch.where(value == 0, other, value)
         return self._chosen.get(target, self.values[target]).clone()
 

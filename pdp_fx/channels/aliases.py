@@ -83,7 +83,7 @@ def overlapping(written: Tensor, others: list[Tensor]) -> list[Tensor]:
     if not others:
         return []
     size = written.untyped_storage().nbytes() // written.element_size()
-    touched = torch.zeros(size, dtype=torch.bool)
+    touched = torch.zeros(size, dtype=torch.bool, device="cpu")
     _laid(touched, written).fill_(True)
     return [
         other
@@ -144,7 +144,7 @@ def _agree(one: Tensor, ids: Tensor, other: Tensor, other_ids: Tensor) -> bool:
     if ids.ndim != one.ndim or torch.broadcast_shapes(ids.shape, one.shape) != one.shape:
         return False
     size = one.untyped_storage().nbytes() // one.element_size()
-    labels = torch.full((size,), -1)
+    labels = torch.full((size,), -1, device="cpu")
     _laid(labels, one).copy_(ids.expand(one.shape))
     mine = _laid(labels, other)
     return bool(((mine == other_ids) | (mine < 0)).all())

@@ -133,9 +133,9 @@ class Ties:
         return self._next
 
     def fresh(self, count: int) -> Tensor:
-        """Return ``count`` new labels."""
+        """Return ``count`` new labels; all labels are on the CPU, wherever the model is."""
         self._next += count
-        return torch.arange(self._next - count, self._next)
+        return torch.arange(self._next - count, self._next, device="cpu")
 
     def tie(self, left: Tensor, right: Tensor) -> None:
         """Tie labels that an operation brings together element by element, broadcasting."""

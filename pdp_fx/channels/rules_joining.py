@@ -139,5 +139,5 @@ def _padded(
             side = shaped(flow.record.ties.fresh(width), axis, ids.ndim)
             shape = [width if a == axis else size for a, size in enumerate(ids.shape)]
             parts.insert(0 if front else len(parts), side.expand(shape))
-            flags.insert(0 if front else len(flags), torch.full(shape, is_zero))
+            flags.insert(0 if front else len(flags), torch.full(shape, is_zero, device="cpu"))
     return torch.cat(parts, dim=axis), torch.cat(flags, dim=axis)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, compress, shaped
@@ -193,7 +194,8 @@ def _apply(call: Call, labels: Tensor) -> list[Tensor]:
         return [labels]
     if packet in (aten.view, aten._unsafe_view, aten._reshape_alias):
         return [labels.reshape(call.args[1])]
-    moved: Any = call.func(labels, *call.args[1:], **call.kwargs)
+    args, kwargs = tree_map_only(Tensor, Tensor.cpu, (call.args[1:], call.kwargs))
+    moved: Any = call.func(labels, *args, **kwargs)
     return [moved] if isinstance(moved, Tensor) else list(moved)
 
 

@@ -42,7 +42,7 @@ def batch_norm(call: Call, flow: LabelFlow) -> None:
     scale = [layer for layer in affine if layer is not None]
     ids = read.ids.reshape(-1)
     needs = tuple(scale)
-    zero = torch.zeros(ids.numel(), dtype=torch.bool)
+    zero = torch.zeros_like(ids, dtype=torch.bool)
     if len(scale) == 2:
         zero = (scale[0].zero & scale[1].zero).reshape(-1)
     elif _uses_own_statistics(call) and not scale:

@@ -184,10 +184,11 @@ def vanishes(call: Call, zeros: frozenset[int]) -> bool:
         if not isinstance(leaf, Tensor):
             return leaf
         seen += 1
-        values = torch.zeros(16) if seen in zeros else torch.linspace(-2.9, 3.1, 16) * (1 + seen)
-        if leaf.dtype == torch.bool and seen not in zeros:
-            return torch.arange(16) % (2 + seen) == 0
-        return values.to(leaf.dtype)
+        if seen in zeros:
+            return torch.zeros(16, dtype=leaf.dtype, device="cpu")
+        if leaf.dtype == torch.bool:
+            return torch.arange(16, device="cpu") % (2 + seen) == 0
+        return (torch.linspace(-2.9, 3.1, 16, device="cpu") * (1 + seen)).to(leaf.dtype)
 
     args, kwargs = tree_map(probe, (call.args, call.kwargs))
     try:

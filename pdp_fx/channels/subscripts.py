@@ -124,4 +124,4 @@ def _labels_like(job: Job, axis: int) -> Tensor:
     for layer in job.results[0].value.layers:
         if len(layer.support) == 1 and set(layer.ids.reshape(-1).tolist()) <= known:
             return layer.ids.reshape(-1)
-    return torch.empty(0, dtype=torch.int64)
+    return torch.empty(0, dtype=torch.int64, device="cpu")

@@ -1,8 +1,13 @@
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pdp_fx import Channels
+from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.compiler import Context
+from pdp_fx.passes.find_sites import FindSites, Sites
+from pdp_fx.trace import trace
 from tests.nets import assert_unchanged, at_once, listing, net, prepare_until, snapshot
 
 SPEC = at_once(Channels(ratio=0.5))
@@ -28,6 +33,34 @@ def test_the_graph_and_the_model_are_left_alone() -> None:
     assert_unchanged(model, before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert len(listing(gm).splitlines()) == 5
+
+
+class Adapted(nn.Module):
+    """A padded image, a batch norm, and a weight that is computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(10), nn.Linear(10, 6)
+        self.down, self.up = nn.Parameter(torch.randn(2, 10)), nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(functional.pad(self.conv(x), (0, 0, 0, 0, 1, 1))).relu().mean((2, 3))
+        return functional.linear(x, self.head.weight + self.up @ self.down)
+
+
+def test_labels_and_trials_do_not_depend_on_the_default_device() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    gm = trace(Adapted(), x)
+    with torch.device("meta"):
+        ctx = Context(SPEC)
+        FindSites().run(gm, ctx)
+        sites = ctx.get(Sites)
+        found = analyse(gm, ((x,), {}), sites.maskable, stand_ins=sites.stand_ins)
+    assert [(group.name, group.width) for group in found.groups] == [("conv", 8)]
+    assert [weight.parameter for weight in sites.weights if not weight.unfit] == [
+        "conv.weight",
+        "head.weight",
+    ]
 
 
 class Overwrites(nn.Module):
