@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pdp_fx
+from pdp_fx import PruneSpec, Unstructured
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from tests.tracing.checks import assert_same, assert_same_state, exact, opaque, targets
@@ -54,6 +56,12 @@ def test_a_node_tells_its_owner_and_its_line() -> None:
     line = Residual.forward.__code__.co_firstlineno + 1
     assert (node.meta["owner"], node.meta["source"]) == ("blocks.1", f"test_trace.py:{line}")
     assert all("source" in node.meta for node in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(2, 4)], ids=["symbolic", "recorded"])
+def test_what_no_line_of_the_model_does_has_no_source(inputs: Tensor | None) -> None:
+    prepared = pdp_fx.prepare(nn.Sequential(nn.Linear(4, 4)), PruneSpec(Unstructured(0.5)), inputs)
+    assert {node.meta.get("source", "") for node in prepared.graph.nodes} == {""}
 
 
 @pytest.mark.parametrize("training", [False, True])

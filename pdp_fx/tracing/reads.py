@@ -54,9 +54,8 @@ def _check_parts(recorder: Recorder, told: Args, parts: Any) -> None:
 
 def _as_often(recorder: Recorder, value: Value, number: int) -> None:
     source = source_line()
-    message = (
-        f"{source} goes up to {number} in this graph; to go elsewhere, trace with example_inputs that do"
-    )
+    message = f"{source or 'the model'} goes up to {number} in this graph; "
+    message += "to go elsewhere, trace with example_inputs that do"
     recorder.steps.append(check_step([(value, number)], message, recorder.scope, source))
 
 
@@ -113,7 +112,8 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
 def check(recorder: Recorder, condition: torch.Tensor) -> None:
     """Let the graph fail if a tensor is not true."""
     with recorder.silent():
-        recorder.function(torch._assert, (condition, f"the check at {source_line()} failed"), {})
+        message = f"the check at {source_line() or 'an unknown line'} failed"
+        recorder.function(torch._assert, (condition, message), {})
 
 
 def _data(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,11 @@ from pdp_fx.tracing.inputs import ExampleCall, bind
 from pdp_fx.tracing.intercept import listening
 from pdp_fx.tracing.outcome import outcome
 from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.tracing.source import runs_model
 from pdp_fx.tracing.steps import Recording
 
 
+@runs_model
 def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Recording:
     """Run the model, in the mode it is in, and record what it does.
 

@@ -3,12 +3,26 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
+from typing import TypeVar
 
 import torch
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+_RUNNERS: set[CodeType] = set()
+"""The code of the functions that run models: what calls them is no code of a model."""
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def runs_model(function: Function) -> Function:
+    """Mark a function that runs the model whose lines are looked for."""
+    _RUNNERS.add(function.__code__)
+    return function
 
 
 @cache
@@ -21,15 +35,17 @@ def is_users(filename: str) -> bool:
 
 
 def user_frame(start: FrameType | None = None) -> FrameType | None:
-    """The innermost frame that lies outside torch and pdp_fx, or None."""
+    """The innermost frame of the model's code, which lies outside torch and pdp_fx, or None."""
     frame = sys._getframe(1) if start is None else start
     while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code in _RUNNERS:
+            return None
         frame = frame.f_back
     return frame
 
 
 def source_line() -> str:
-    """The innermost line outside torch and pdp_fx as `file.py:line`, or an empty string."""
+    """The innermost line of the model's code as `file.py:line`, or an empty string."""
     frame = user_frame(sys._getframe(1))
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 

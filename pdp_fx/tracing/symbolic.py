@@ -7,7 +7,7 @@ from torch.fx.node import map_arg
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.leaves import is_leaf
-from pdp_fx.tracing.source import source_line, source_of
+from pdp_fx.tracing.source import runs_model, source_line, source_of
 from pdp_fx.tracing.steps import Attribute, Recording, Scope, Step
 
 
@@ -27,6 +27,7 @@ class SymbolicTracer(fx.Tracer):
         return node
 
 
+@runs_model
 def symbolic_recording(model: nn.Module) -> Recording:
     """What a model does in its current mode, as far as that can be told without running it.
 
