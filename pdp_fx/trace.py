@@ -103,9 +103,9 @@ def _traced(
         if not findings.casts:
             raise
         # Code may ask whether a type is int itself.
-        return _trace_by_recording(
-            model, example, Findings(casts=None, sizes=findings.sizes, lasting=findings.lasting), watch
-        )
+        without_casts = findings.anew()
+        without_casts.casts = None
+        return _trace_by_recording(model, example, without_casts, watch)
 
 
 def _for_other_batches(
@@ -128,7 +128,7 @@ def _for_other_batches(
         _waive_on_one(gm, model, example)
         return gm
     try:
-        general = _traced(model, other, Findings(lasting=findings.lasting), None)
+        general = _traced(model, other, findings.anew(Sizes()), None)
         modes = {training: _reference(model, example, training) for training in _MODES}
         if not _problem(general, model, example, modes, None) or waive(general, model, example, modes):
             _waive_on_one(general, model, example)
@@ -138,9 +138,7 @@ def _for_other_batches(
     except TraceError as err:
         _log.info("not traced on another batch: %s", err)
     _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
-    return _traced(
-        model, example, Findings(sizes=Sizes(batch=example.batch), lasting=findings.lasting), watch
-    )
+    return _traced(model, example, findings.anew(Sizes(batch=example.batch)), watch)
 
 
 def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
@@ -261,7 +259,7 @@ def _trace_as_compiled(
         compiled = _reference(model, example, training=False)
         if not plain.is_near(compiled):
             raise TraceError("the model computes something else when it is being compiled")
-        recordings = _recorded(model, example, Findings(sizes=findings.sizes, lasting=findings.lasting))
+        recordings = _recorded(model, example, findings.anew())
         if direct is not None and recordings.opacity(model) >= direct.opacity(model):
             raise TraceError("the model decides by its data even when it is being compiled")
         return _exact(model, example, recordings, _expected(model, example, compiled, recordings), watch)

@@ -1,5 +1,7 @@
 """What failed recordings have taught about a model."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +51,10 @@ class Findings:
     def __post_init__(self) -> None:
         for whole, reason in self.lasting.items():
             self.keep_whole(whole, reason)
+
+    def anew(self, sizes: Sizes | None = None) -> Findings:
+        """What is known when the model is traced anew: what lasts, and what is known of sizes."""
+        return Findings(sizes=self.sizes if sizes is None else sizes, lasting=self.lasting)
 
     def keep_whole(self, whole: Whole, reason: str) -> None:
         """Keep a module or method whole from now on."""
