@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.kinds import named_modules
+from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.functions import acts_in_place
 from pdp_fx.tracing.modes import When
 
@@ -43,7 +44,7 @@ class FixMode(Pass):
         for node in calls:
             _call_plainly(gm.graph, node, node.target.function)
         for node in reversed(known):
-            _erase(gm.graph, node, known)
+            erase(node, lambda source: source not in known and _does_nothing_else(source))
         return bool(known or calls)
 
 
@@ -78,11 +79,6 @@ def _call_plainly(graph: fx.Graph, node: fx.Node, function: Any) -> None:
     graph.erase_node(node)
 
 
-def _erase(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, Any]) -> None:
-    """Erase ``node``, and what nobody but it has used; known nodes come in their turn."""
-    operands = node.all_input_nodes
-    graph.erase_node(node)
-    for operand in operands:
-        kept = operand.users or operand in known or operand.op == "placeholder"
-        if not kept and not operand.is_impure() and not acts_in_place(operand):
-            _erase(graph, operand, known)
+def _does_nothing_else(node: fx.Node) -> bool:
+    """Whether ``node`` can go once nobody uses what it gives."""
+    return node.op != "placeholder" and not node.is_impure() and not acts_in_place(node)
