@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.example_inputs import Inputs, fresh, trial
+from pdp_fx.example_inputs import Inputs, shapes
 from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
 from pdp_fx.passes.harden_masks import swap_tensors
 from pdp_fx.tracing.functions import METADATA, SIZES
-from pdp_fx.tracing.inputs import place_arguments
 
 BIAS = 2
 """The place of the bias among the arguments of a convolution or linear function."""
@@ -97,27 +96,11 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _on_channels(gm: fx.GraphModule, pairs: list[Pair], inputs: Inputs | None) -> list[Pair]:
     """The pairs whose layer has its outputs on axis 1: it has as many axes as its weight then."""
-    ranks = {pair.norm: pair.after.ranks for pair in pairs}
+    ranks = {pair.norm.name: pair.after.ranks for pair in pairs}
     if inputs is not None and any(len(possible) > 1 for possible in ranks.values()):
-        seen = _RankInterpreter(gm)
-        with trial(gm):
-            seen.run(*place_arguments(gm, fresh(inputs)))
-        ranks = {norm: (seen.ranks[norm],) for norm in ranks}
-    return [pair for pair in pairs if ranks[pair.norm] == (_weight(pair.before.module).ndim,)]
-
-
-class _RankInterpreter(fx.Interpreter):
-    """Runs a graph and notes the number of axes of every result."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self.ranks: dict[fx.Node, int] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.ranks[n] = result.ndim
-        return result
+        seen = shapes(gm, inputs)
+        ranks = {norm: (len(seen[norm]),) for norm in ranks}
+    return [pair for pair in pairs if ranks[pair.norm.name] == (_weight(pair.before.module).ndim,)]
 
 
 def _absorb(gm: fx.GraphModule, pair: Pair) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from pdp_fx.channels.running import evaluating
 from pdp_fx.trace import ExampleInputs
-from pdp_fx.tracing.inputs import ExampleCall, example_call
+from pdp_fx.tracing.inputs import ExampleCall, example_call, place_arguments
 from pdp_fx.tracing.preserve import preserved
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,6 +58,28 @@ def matching(inputs: Inputs, model: nn.Module) -> Inputs:
         return leaf.to(reference.device, leaf.dtype if keeps else reference.dtype)
 
     return tree_map(cast, inputs)
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a graph and notes the shape of every tensor that a node gives."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.found: dict[str, tuple[int, ...]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.found[n.name] = tuple(result.shape)
+        return result
+
+
+def shapes(gm: fx.GraphModule, inputs: Inputs) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that a node of ``gm`` gives in eval mode, by the name of the node."""
+    run = _Shapes(gm)
+    with trial(gm):
+        run.run(*place_arguments(gm, fresh(inputs)))
+    return run.found
 
 
 @contextlib.contextmanager

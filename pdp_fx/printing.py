@@ -10,13 +10,12 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
-from pdp_fx.example_inputs import Inputs, fresh, matching, normalised, trial
+from pdp_fx.example_inputs import matching, normalised, shapes
 from pdp_fx.masks import MaskLayout
 from pdp_fx.ops.explicit import mask_axis
 from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
 from pdp_fx.pruner import units_pruned
 from pdp_fx.trace import ExampleInputs, trace
-from pdp_fx.tracing.inputs import place_arguments
 
 HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
 NEEDED = 3
@@ -44,7 +43,7 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
     """
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     inputs = normalised(example_inputs)
-    measured = {} if inputs is None else _measured(gm, inputs)
+    measured = {} if inputs is None else shapes(gm, matching(inputs, gm))
     rows = [_row(gm, node, measured) for node in gm.graph.nodes]
     used = [index for index in range(len(HEADERS)) if index < NEEDED or any(row[index] for row in rows)]
     return tabulate(
@@ -53,27 +52,6 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
         tablefmt="simple",
         disable_numparse=True,
     )
-
-
-class _ShapeRun(fx.Interpreter):
-    """Runs a graph and notes the shape of every tensor that a node gives."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm)
-        self.shapes: dict[str, Shape] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            self.shapes[n.name] = tuple(result.shape)
-        return result
-
-
-def _measured(gm: fx.GraphModule, inputs: Inputs) -> dict[str, Shape]:
-    run = _ShapeRun(gm)
-    with trial(gm):
-        run.run(*place_arguments(gm, fresh(matching(inputs, gm))))
-    return run.shapes
 
 
 def _row(gm: fx.GraphModule, node: fx.Node, measured: dict[str, Shape]) -> tuple[str, ...]:
