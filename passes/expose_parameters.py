@@ -19,7 +19,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.computed_weights import read_to_write
 from pdp_fx.example_inputs import trial
 from pdp_fx.ops.explicit import reclass
-from pdp_fx.ops.kinds import kind_of, named_modules, owned_names
+from pdp_fx.ops.kinds import attribute, kind_of, named_modules, owned_names
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
@@ -141,8 +141,7 @@ def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) ->
 
     found: dict[str, fx.Node] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
-        owner, _, attribute = str(node.target).rpartition(".")
-        name = names.get(id(getattr(gm.get_submodule(owner), attribute, None)), "")
+        name = names.get(id(attribute(gm, node.target)), "")
         users = [user for user in node.users if uses(user)]
         if name not in wanted or (node.users and not users):
             continue

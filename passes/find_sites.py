@@ -20,7 +20,7 @@ from pdp_fx.computed_weights import (
 )
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import trial
-from pdp_fx.ops.kinds import input_axis, kind_of, owned_names
+from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
 from pdp_fx.tracing.modes import called_module, called_modules
 
@@ -188,7 +188,7 @@ class _Computed:
         if not inner:
             self.used.update(weight for weight, _ in operands)
         return [
-            (self.names[id(_attribute(self.gm, target))], _use(node, weight, axis, effect, inner))
+            (self.names[id(attribute(self.gm, target))], _use(node, weight, axis, effect, inner))
             for weight, axis in operands
             if self._is_stored(weight)
             for target, effect in self._effects(weight, axis).items()
@@ -213,13 +213,13 @@ class _Computed:
 
     def _effects(self, weight: fx.Node, axis: int) -> dict[str, Effect]:
         if weight.op == "get_attr":
-            stored = _attribute(self.gm, str(weight.target))
+            stored = attribute(self.gm, weight.target)
             own = isinstance(stored, nn.Parameter)
             return {str(weight.target): Effect(True, axis % stored.ndim == 1)} if own else {}
         key = (weight, axis)
         if key not in self.known:
             reads = dict.fromkeys(str(n.target) for n in sources_of(weight) if n.op == "get_attr")
-            matrices = [target for target in reads if _is_matrix(_attribute(self.gm, target))]
+            matrices = [target for target in reads if _is_matrix(attribute(self.gm, target))]
             self.known[key] = effects(self.gm, weight, matrices, axis)
         return self.known[key]
 
@@ -249,14 +249,9 @@ def layers_in(called: nn.Module) -> list[nn.Module]:
 
 def _given_to(node: fx.Node, gm: fx.GraphModule) -> fx.Node | None:
     """The function that the module ``node`` is handed to, other than to be called or asked."""
-    if node.op != "get_attr" or not isinstance(_attribute(gm, str(node.target)), nn.Module):
+    if node.op != "get_attr" or not isinstance(attribute(gm, node.target), nn.Module):
         return None
     return next((u for u in node.users if u.target is not getattr and called_module(u) != node.target), None)
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> object:
-    owner, _, name = target.rpartition(".")
-    return getattr(gm.get_submodule(owner), name)
 
 
 def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:

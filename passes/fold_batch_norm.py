@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Inputs, shapes
 from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
+from pdp_fx.ops.kinds import attribute
 from pdp_fx.passes.harden_masks import swap_tensors
 from pdp_fx.tracing.functions import METADATA, SIZES
 
@@ -66,9 +67,8 @@ def _uses(gm: fx.GraphModule) -> Counter[int]:
             uses[id(module)] += 1
             uses.update(id(tensor) for tensor in [*module.parameters(), *module.buffers()])
         elif node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
             readers = sum(not _only_looks(user) for user in node.users)
-            uses[id(getattr(gm.get_submodule(owner), name))] += readers
+            uses[id(attribute(gm, node.target))] += readers
     return uses
 
 

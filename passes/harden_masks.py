@@ -14,7 +14,7 @@ from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.masks import MaskOwnWeight
 from pdp_fx.ops.explicit import mask_axis, reclass
-from pdp_fx.ops.kinds import ModuleKind, kind_of
+from pdp_fx.ops.kinds import ModuleKind, attribute, kind_of
 from pdp_fx.ops.masked_norm import PLAIN
 from pdp_fx.passes.expose_parameters import swap_modules
 from pdp_fx.planning import parameters_of
@@ -116,8 +116,7 @@ def _fold(
     """Evaluate a read of a parameter, or a node of ours that only reads evaluated ones."""
     target: Any = node.target
     if node.op == "get_attr":
-        owner, _, name = str(target).rpartition(".")
-        value = getattr(gm.get_submodule(owner), name, None)
+        value = attribute(gm, node.target)
         if isinstance(value, nn.Parameter):
             values[node], reads[node] = value, node
     elif node.op == "call_module" and str(target).startswith(f"{CHILD}."):

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.channels.record import StandIn
 from pdp_fx.channels.running import evaluating
+from pdp_fx.ops.kinds import attribute
 from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.modes import When
 from pdp_fx.tracing.structure import tensors
@@ -130,8 +131,7 @@ class Standing:
         """The parameters and buffers that a node gives or, inside a module, uses."""
         if node.op not in ("get_attr", "call_module"):
             return {}
-        owner, _, name = str(node.target).rpartition(".")
-        found = getattr(self._gm.get_submodule(owner), name, None)
+        found = attribute(self._gm, node.target)
         held = [*found.parameters(), *found.buffers()] if isinstance(found, nn.Module) else [found]
         return {
             self._names[id(each)]: each

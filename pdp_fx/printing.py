@@ -13,6 +13,7 @@ from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.example_inputs import matching, normalised, shapes
 from pdp_fx.masks import MaskLayout
 from pdp_fx.ops.explicit import mask_axis
+from pdp_fx.ops.kinds import attribute
 from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
 from pdp_fx.pruner import units_pruned
 from pdp_fx.trace import ExampleInputs, trace
@@ -73,8 +74,7 @@ def _shape(gm: fx.GraphModule, node: fx.Node) -> Shape:
     if known:
         return tuple(known)
     if node.op == "get_attr":
-        owner, _, name = str(node.target).rpartition(".")
-        stored = getattr(gm.get_submodule(owner), name, None)
+        stored = attribute(gm, node.target)
         return tuple(stored.shape) if isinstance(stored, Tensor) else ()
     module = _module(gm, node)
     if isinstance(module, ChannelPolicy):

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from pdp_fx.ops.kinds import Fold, fold_rows, fold_transposed, kind_of
+from pdp_fx.ops.kinds import Fold, attribute, fold_rows, fold_transposed, kind_of
 
 
 @dataclass(frozen=True)
@@ -111,21 +111,18 @@ def _reads(gm: fx.GraphModule, given: dict[str, Any]) -> dict[str, fx.Node] | No
 
 
 def _is_stored(gm: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(_tensor(gm, node), Tensor)
-
-
-def _tensor(gm: fx.GraphModule, node: fx.Node) -> Any:
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(gm.get_submodule(owner), name)
+    return node.op == "get_attr" and isinstance(attribute(gm, node.target), Tensor)
 
 
 def _stored(gm: fx.GraphModule, reads: dict[str, fx.Node]) -> tuple[Tensor, ...]:
-    return tuple(_tensor(gm, node) for node in reads.values())
+    return tuple(attribute(gm, node.target) for node in reads.values())
 
 
 def _stand_in(gm: fx.GraphModule, reads: dict[str, fx.Node]) -> nn.Module:
     """A module with copies of these tensors under their usual names."""
     made = nn.Module()
     for name in _TENSORS:
-        made.register_buffer(name, _tensor(gm, reads[name]).detach().clone() if name in reads else None)
+        made.register_buffer(
+            name, attribute(gm, reads[name].target).detach().clone() if name in reads else None
+        )
     return made

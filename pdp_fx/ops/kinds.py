@@ -198,6 +198,12 @@ def owned_names(gm: fx.GraphModule) -> dict[int, str]:
     return names
 
 
+def attribute(gm: fx.GraphModule, target: object) -> Any:
+    """What a `get_attr` node with this target reads; None if there is nothing of that name."""
+    owner, _, name = str(target).rpartition(".")
+    return getattr(gm.get_submodule(owner), name, None)
+
+
 def input_axis(module: nn.Module) -> int:
     """The axis of a module's weight that runs along its input channels."""
     return 0 if isinstance(module, _ConvTransposeNd) else 1
