@@ -295,19 +295,22 @@ def test_example_inputs_are_copied() -> None:
 
 
 class InPlace(nn.Module):
-    """Writes to its input, as preprocessing code does, and counts its calls."""
+    """Writes to its input, as preprocessing code does, counts its calls, and keeps the last one."""
 
     calls: Tensor
+    last: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(8, 8)
         self.out = nn.Linear(8, 2)
         self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("last", torch.zeros(1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         x.sub_(1).mul_(3)
         self.calls.add_(1)
+        self.last.resize_(x.shape).copy_(x.detach())
         return self.out(functional.relu(self.fc(x)))
 
 

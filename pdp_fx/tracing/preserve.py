@@ -184,7 +184,10 @@ def _put_back(values: Values) -> Values:
     changed = [pair for pair in values if pair[0].shape != pair[1].shape or not torch.equal(*pair)]
     with torch.no_grad():
         for tensor, value in changed:
-            tensor.copy_(value)
+            if tensor.shape == value.shape:
+                tensor.copy_(value)
+            else:
+                tensor.data = value.clone()
     return changed
 
 
