@@ -204,7 +204,11 @@ def _refuse_other_targets(
     """Add to the errors of a load_state_dict that the checkpoint was trained for another target."""
     pruner, errors = cast(Pruner, module), rest[-1]
     keys = {name: f"{prefix}masks.{name}.units" for name in pruner.masks}
-    targets = {name: state[key][0] for name, key in keys.items() if key in state and not state[key].is_meta}
+    saved = {name: state[key] for name, key in keys.items() if key in state and not state[key].is_meta}
+    if any(saved[name].shape != mask.units.shape for name, mask in pruner.mask_items() if name in saved):
+        errors.append("the spec has a tau_end and that of the checkpoint has none, or the other way round")
+        return
+    targets = {name: units[0] for name, units in saved.items()}
     uniform = pruner.spec.allocation == "uniform"
     for reason in other_targets(pruner.mask_items(), pruner.rules, uniform, targets):
         errors.append(

@@ -152,6 +152,14 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_weights_load_alone(
     assert sum(pruned_counts(another)) == sum(pruned_counts(stepped(other)))
 
 
+def test_a_checkpoint_of_a_tau_that_changes_is_refused_where_it_does_not() -> None:
+    specs = [PruneSpec(Unstructured(0.5), tau_end=tau_end) for tau_end in (None, 1e-6)]
+    fixed, changing = (pdp_fx.prepare(nn.Linear(4, 4), spec) for spec in specs)
+    for one, other in ((fixed, changing), (changing, fixed)):
+        with pytest.raises(RuntimeError, match="the spec has a tau_end and that of the checkpoint has none"):
+            one.load_state_dict(other.state_dict())
+
+
 def stepped(rule: Rule) -> nn.Module:
     model = prepared(rule)
     for _ in range(6):
