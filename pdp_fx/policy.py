@@ -129,7 +129,7 @@ class MaskPolicy(nn.Module):
 
     def advance(self, share: float) -> None:
         """Prune ``share`` of the target, in [0, 1], from now on; nothing while there is no target."""
-        # On its own device, so that a schedule of steps never waits for a GPU.
+        # Where it is: a GPU is not waited for once for each mask.
         self.count.copy_((self.target.clamp(min=0).double() * share).round())
 
     def idle(self, weight: Tensor) -> bool:
