@@ -33,6 +33,9 @@ from pdp_fx.tracing.preserve import unwritten
 
 logger = logging.getLogger(__name__)
 
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
+"""Classes of torch that run a model on several devices or compiled; by name, for some take long to import."""
+
 
 @collecting_new()
 @torch.inference_mode(False)
@@ -59,7 +62,8 @@ def prepare(
     Raises:
         SpecError: the spec does not fit the model, or nothing in the model can be pruned by it.
         TraceError: the model cannot be traced, or does not run on the example inputs.
-        StateError: the model is prepared already, or has parameters that are lazy or on the meta device.
+        StateError: the model is prepared already, is wrapped for several devices or compiled, or has
+            parameters that are lazy or on the meta device.
 
     Example:
         >>> from pdp_fx import Unstructured
@@ -200,6 +204,7 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
         raise SpecError(f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec({rule})")
     if find(model) is not None:
         raise StateError("the model is prepared already; call convert(model), or prepare the original model")
+    _refuse_wrapped(model)
     spec.check_matches(dict(named_modules(model)))
     lazy = without_shape(model)
     if lazy is not None:
@@ -214,6 +219,17 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
     if broken:
         raise SpecError(
             f"{broken} holds NaN or infinite values, so its weights cannot be ranked; check the model"
+        )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse what wraps a model to run it otherwise, which a graph would leave out without a word."""
+    kinds = [type(part) for part in model.modules()]
+    wrappers = [k.__name__ for k in kinds if k.__name__ in WRAPPERS and k.__module__.startswith("torch.")]
+    if wrappers:
+        raise StateError(
+            f"the model is wrapped by {wrappers[0]}, and a graph would do without that; prepare the model "
+            "itself, and wrap what prepare returns"
         )
 
 

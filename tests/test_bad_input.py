@@ -1,5 +1,6 @@
 import copy
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -144,6 +145,20 @@ REFUSED = {
         ROWS,
         StateError,
         "1.running_mean has no shape yet",
+    ),
+    "several devices": (
+        lambda: nn.Sequential(nn.DataParallel(Mlp())),
+        at_once(Unstructured(0.5)),
+        ROWS,
+        StateError,
+        "wrapped by DataParallel.*wrap what prepare returns",
+    ),
+    "compiled": (
+        lambda: cast(nn.Module, torch.compile(Mlp())),
+        at_once(Unstructured(0.5)),
+        ROWS,
+        StateError,
+        "wrapped by OptimizedModule",
     ),
     "rules for nothing": (
         lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU()),
