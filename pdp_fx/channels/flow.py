@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -266,6 +266,13 @@ class LabelFlow(TorchDispatchMode):
             self.bind(layer.ids, first)
             layer = Layer(first, layer.zero.all(dim=axis, keepdim=True), (layer,), free=layer.free)
         return layer
+
+    def all_without(
+        self, layers: Iterable[Layer], blocked: frozenset[int], why: str, remedy: str = ""
+    ) -> list[Layer]:
+        """What `without` leaves of several layers."""
+        kept = (self.without(layer, blocked, why, remedy) for layer in layers)
+        return [layer for layer in kept if layer is not None]
 
     def normalise(self, layer: Layer, axis: int, why: str, gated: bool) -> bool:
         """Note that statistics run over this layer's channels; freeze them where no mask can be given."""

@@ -31,8 +31,7 @@ def along(layers: list[Layer], axis: int) -> Layer | None:
 def channel_layer(tensor: Tensor, axis: int, flow: LabelFlow, why: str) -> Layer | None:
     """The labels of ``tensor`` along ``axis``; nothing is to be dropped along any other axis."""
     others = frozenset(range(tensor.ndim)) - {axis}
-    kept = [flow.without(layer, others, why) for layer in flow.layers(tensor)]
-    return along([layer for layer in kept if layer is not None], axis)
+    return along(flow.all_without(flow.layers(tensor), others, why), axis)
 
 
 def consume(read: Layer | None, columns: Layer | None, flow: LabelFlow) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,7 @@ def filled_by_index(call: Call, flow: LabelFlow) -> None:
     into, axis, index, value = call.args[:4]
     flow.freeze_all([index], CHOSEN)
     stays_zero = not isinstance(value, Tensor) and value == 0
-    kept = _without_axes(flow.layers(into), axis % max(into.ndim, 1), 1, flow)
+    kept = flow.all_without(flow.layers(into), frozenset({axis % max(into.ndim, 1)}), CHOSEN)
     zeros = [layer.zero if stays_zero else torch.zeros_like(layer.zero) for layer in kept]
     flow.put(call.result, [Layer(layer.ids, zero, (layer,)) for layer, zero in zip(kept, zeros, strict=True)])
 
@@ -99,15 +97,11 @@ def index_put(call: Call, flow: LabelFlow) -> None:
         return
     axis, index = chosen[0]
     taken, given = (index.ndim, 1) if index.dtype in (torch.bool, torch.uint8) else (1, index.ndim)
-    mine = _without_axes(list(flow.layers(into)), axis, taken, flow)
+    mine = flow.all_without(flow.layers(into), frozenset(range(axis, axis + taken)), CHOSEN)
     lifted = lift(flow.layers(values), into.ndim - taken + given)
-    theirs = [_with_axes(layer, axis, given, taken) for layer in _without_axes(lifted, axis, given, flow)]
+    theirs = flow.all_without(lifted, frozenset(range(axis, axis + given)), CHOSEN)
+    theirs = [_with_axes(layer, axis, given, taken) for layer in theirs]
     flow.put(call.result, [_all_zero(merged, 2) for merged in tie_across([mine, theirs], flow)])
-
-
-def _without_axes(layers: Iterable[Layer], axis: int, count: int, flow: LabelFlow) -> list[Layer]:
-    kept = [flow.without(layer, frozenset(range(axis, axis + count)), CHOSEN) for layer in layers]
-    return [layer for layer in kept if layer is not None]
 
 
 def _with_axes(layer: Layer, axis: int, count: int, instead: int) -> Layer:
@@ -132,9 +126,5 @@ def _chosen(call: Call, axis: int, values: list[Tensor], indices: list[Tensor], 
         flow.freeze_all(operands, CHOSEN)
         flow.put(call.result, ())
         return
-    kept = [
-        [flow.without(layer, frozenset({axis}), CHOSEN) for layer in flow.layers(tensor)]
-        for tensor in operands
-    ]
-    across = [[layer for layer in layers if layer is not None] for layers in kept]
+    across = [flow.all_without(flow.layers(tensor), frozenset({axis}), CHOSEN) for tensor in operands]
     flow.put(call.result, [_all_zero(merged, len(values)) for merged in tie_across(across, flow)])

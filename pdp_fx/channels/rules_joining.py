@@ -81,8 +81,7 @@ def _without_bare_axes(across: list[list[Layer]], flow: LabelFlow) -> list[list[
         bare = frozenset[int]().union(*covered) - covered[0].intersection(*covered)
         if not bare:
             return across
-        kept = [[flow.without(layer, bare, BARE, BARE_REMEDY) for layer in layers] for layers in across]
-        across = [[layer for layer in layers if layer is not None] for layers in kept]
+        across = [flow.all_without(layers, bare, BARE, BARE_REMEDY) for layers in across]
 
 
 def _piece(found: list[Layer], tensor: Tensor, axis: int, flow: LabelFlow) -> Layer:

@@ -231,14 +231,13 @@ def im2col(call: Call, flow: LabelFlow) -> None:
     """Every channel becomes as many as there are pixels in a patch."""
     source, kernel = call.args[0], math.prod(call.args[1])
     channel = source.ndim - 3
+    swept = frozenset({channel + 1, channel + 2})
     layers: list[Layer] = []
-    for layer in flow.layers(source):
-        kept = flow.without(layer, frozenset({channel + 1, channel + 2}), "patches are cut along this axis")
-        if kept is not None:
-            ids, zero = (t.flatten(-2) for t in (kept.ids, kept.zero))
-            if channel in kept.support:
-                ids, zero = (t.repeat_interleave(kernel, channel) for t in (ids, zero))
-            layers.append(Layer(ids, zero, (kept,)))
+    for kept in flow.all_without(flow.layers(source), swept, "patches are cut along this axis"):
+        ids, zero = (t.flatten(-2) for t in (kept.ids, kept.zero))
+        if channel in kept.support:
+            ids, zero = (t.repeat_interleave(kernel, channel) for t in (ids, zero))
+        layers.append(Layer(ids, zero, (kept,)))
     flow.put(call.result, layers)
 
 
@@ -249,14 +248,13 @@ def col2im(call: Call, flow: LabelFlow) -> None:
     rows = source.ndim - 2
     tie_blocks(call, rows, source.shape[rows] // kernel, False, flow)
     layers: list[Layer] = []
-    for layer in flow.layers(source):
-        kept = flow.without(layer, frozenset({rows + 1}), "patches are laid out along this axis")
-        if kept is not None:
-            ids, zero = kept.ids, kept.zero
-            if rows in kept.support:
-                ids, zero = (t.unflatten(rows, (-1, kernel)) for t in (ids, zero))
-                ids, zero = ids.select(rows + 1, 0), zero.all(dim=rows + 1)
-            layers.append(Layer(ids.unsqueeze(-1), zero.unsqueeze(-1), (kept,)))
+    laid_out = frozenset({rows + 1})
+    for kept in flow.all_without(flow.layers(source), laid_out, "patches are laid out along this axis"):
+        ids, zero = kept.ids, kept.zero
+        if rows in kept.support:
+            ids, zero = (t.unflatten(rows, (-1, kernel)) for t in (ids, zero))
+            ids, zero = ids.select(rows + 1, 0), zero.all(dim=rows + 1)
+        layers.append(Layer(ids.unsqueeze(-1), zero.unsqueeze(-1), (kept,)))
     flow.put(call.result, layers)
 
 

@@ -125,8 +125,8 @@ def spatial(call: Call, flow: LabelFlow) -> None:
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     swept = frozenset(range(source.ndim - SPATIAL[call.func.overloadpacket], source.ndim))
     why = f"{call.func.overloadpacket.__name__} sweeps over these channels"
-    moved = [flow.without(layer, swept, why) for layer in flow.layers(source)]
-    kept = [Layer(layer.ids, layer.zero, (layer,)) for layer in moved if layer is not None]
+    moved = flow.all_without(flow.layers(source), swept, why)
+    kept = [Layer(layer.ids, layer.zero, (layer,)) for layer in moved]
     for result in results:
         flow.put(result, kept)
 
@@ -210,8 +210,5 @@ def softmax(call: Call, flow: LabelFlow) -> None:
     """A softmax over the channels changes with each of them; over another axis it is never 0."""
     source = call.args[0]
     axis = int(call.args[1]) % source.ndim
-    moved = [
-        flow.without(layer, frozenset({axis}), "a softmax runs over these channels")
-        for layer in flow.layers(source)
-    ]
-    flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,)) for m in moved if m is not None])
+    moved = flow.all_without(flow.layers(source), frozenset({axis}), "a softmax runs over these channels")
+    flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,)) for m in moved])

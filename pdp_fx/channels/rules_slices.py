@@ -31,11 +31,11 @@ def slices(call: Call, flow: LabelFlow) -> None:
     source: Tensor = call.args[0]
     axes, packet = _axes(call), call.func.overloadpacket
     why = f"{packet.__name__.removeprefix('_')} runs over these channels"
-    moved = [flow.without(layer, axes, why) for layer in flow.layers(source)]
+    moved = flow.all_without(flow.layers(source), axes, why)
     for result in tensors(call.result):
         vanishes = packet not in NEVER_ZERO and (result.is_floating_point() or result.is_complex())
         gone = axes if result.ndim < source.ndim else frozenset[int]()
-        flow.put(result, [_sliced(layer, gone, vanishes) for layer in moved if layer is not None])
+        flow.put(result, [_sliced(layer, gone, vanishes) for layer in moved])
 
 
 def _axes(call: Call) -> frozenset[int]:
@@ -66,11 +66,9 @@ def view_as_complex(call: Call, flow: LabelFlow) -> None:
     """The two numbers of the last axis become one."""
     source: Tensor = call.args[0]
     last = frozenset({source.ndim - 1})
-    moved = [
-        flow.without(layer, last, "these channels are the two parts of complex numbers")
-        for layer in flow.layers(source)
-    ]
-    flow.put(call.result, [_sliced(layer, last, True) for layer in moved if layer is not None])
+    why = "these channels are the two parts of complex numbers"
+    moved = flow.all_without(flow.layers(source), last, why)
+    flow.put(call.result, [_sliced(layer, last, True) for layer in moved])
 
 
 @rule(aten.view_as_real)
