@@ -136,12 +136,6 @@ class Pipeline:
         return PassRecord(step.name, modified, before, len(gm.graph.nodes), time.perf_counter() - started)
 
 
-def settle(gm: fx.GraphModule) -> None:
-    """Tidy the graph of ``gm`` and recompile it."""
-    tidy(gm)
-    gm.recompile()
-
-
 def tidy(gm: fx.GraphModule) -> None:
     """Lint the graph, and remove reads of parameters that nobody uses.
 
