@@ -50,15 +50,43 @@ class _Listener(TorchFunctionMode):
 @contextmanager
 def listening(recorder: Recorder) -> Generator[None, None, None]:
     """Let the recorder know all that models do inside the block."""
+    # torch.compile notes functions when it is first imported, which a torch function mode does in passing;
+    # it must not find ours in their place.
+    importlib.import_module("torch._dynamo")
+    attention = _unfolded(functional.multi_head_attention_forward)
+    with (
+        replaced(builtins, "len", _length(recorder)),
+        replaced(torch.compiler, "is_compiling", _is_compiling(recorder)),
+        replaced(torch, "_check_tensor_all_with", _check_all(recorder)),
+        # Its checks branch on numbers; they decide about errors only.
+        replaced(Distribution, "_validate_args", False),
+        replaced(functional, "multi_head_attention_forward", attention),
+        replaced(nn.Module, "__call__", _module_call(recorder)),
+        replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
+        _autocasts(recorder),
+        _methods_whole(recorder),
+        without_memory(recorder),
+        casting(recorder),
+        gradient_blocks(recorder),
+        recorder.watch,
+        _Listener(recorder),
+    ):
+        yield
+
+
+def _module_call(recorder: Recorder) -> Callable[..., Any]:
     call = nn.Module.__call__
-    apply = inspect.getattr_static(torch.autograd.Function, "apply")
-    check_all_now = torch._check_tensor_all_with
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if recorder.inside:
             return call(module, *args, **kwargs)
         return recorder.guarded(recorder.module, module, call, args, kwargs)
+
+    return module_call
+
+
+def _function_apply(recorder: Recorder) -> Callable[..., Any]:
+    apply = inspect.getattr_static(torch.autograd.Function, "apply")
 
     def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.inside:
@@ -67,6 +95,10 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
             return args[0](*args[2:])
         return recorder.guarded(recorder.function, apply_of(cls), args, {})
 
+    return function_apply
+
+
+def _length(recorder: Recorder) -> Callable[[Any], int]:
     count = builtins.len
 
     def length(thing: Any) -> int:
@@ -75,19 +107,11 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
             return count(thing)
         return thing.size(0)
 
-    autocasts: dict[int, Step] = {}
+    return length
 
-    def autocast_enter(self: torch.autocast) -> Any:
-        if not recorder.inside:
-            autocasts[id(self)] = _record_autocast(recorder, self)
-        return enter(self)
 
-    def autocast_exit(self: torch.autocast, *args: Any) -> Any:
-        if id(self) in autocasts and not recorder.inside:
-            step = recorder.step("call_function", torch.amp.autocast_mode._exit_autocast, (), {})
-            step.args = (autocasts.pop(id(self)),)
-            recorder.steps.append(step)
-        return leave(self, *args)
+def _check_all(recorder: Recorder) -> Callable[..., None]:
+    check_all_now = torch._check_tensor_all_with
 
     def check_all(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
         if recorder.inside:
@@ -95,34 +119,41 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         else:
             recorder.guarded(check, recorder, torch.all(cond))
 
+    return check_all
+
+
+def _is_compiling(recorder: Recorder) -> Callable[[], bool]:
+    compiling_now = torch.compiler.is_compiling
+
     def is_compiling() -> bool:
         caller = sys._getframe(1)
         recorder.findings.asked |= user_frame(caller) is caller
         return compiling_now()
 
-    # torch.compile notes functions when it is first imported, which a torch function mode does in passing;
-    # it must not find ours in their place.
-    importlib.import_module("torch._dynamo")
-    compiling_now = torch.compiler.is_compiling
+    return is_compiling
+
+
+@contextmanager
+def _autocasts(recorder: Recorder) -> Generator[None, None, None]:
+    """Record where blocks of autocast begin and end."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    begun: dict[int, Step] = {}
+
+    def autocast_enter(self: torch.autocast) -> Any:
+        if not recorder.inside:
+            begun[id(self)] = _record_autocast(recorder, self)
+        return enter(self)
+
+    def autocast_exit(self: torch.autocast, *args: Any) -> Any:
+        if id(self) in begun and not recorder.inside:
+            step = recorder.step("call_function", torch.amp.autocast_mode._exit_autocast, (), {})
+            step.args = (begun.pop(id(self)),)
+            recorder.steps.append(step)
+        return leave(self, *args)
+
     with (
-        replaced(builtins, "len", length),
-        replaced(torch.compiler, "is_compiling", is_compiling),
-        replaced(torch, "_check_tensor_all_with", check_all),
-        # Its checks branch on numbers; they decide about errors only.
-        replaced(Distribution, "_validate_args", False),
-        replaced(
-            functional, "multi_head_attention_forward", _unfolded(functional.multi_head_attention_forward)
-        ),
-        replaced(nn.Module, "__call__", module_call),
-        replaced(torch.autograd.Function, "apply", classmethod(function_apply)),
         replaced(torch.autocast, "__enter__", autocast_enter),
         replaced(torch.autocast, "__exit__", autocast_exit),
-        _methods_whole(recorder),
-        without_memory(recorder),
-        casting(recorder),
-        gradient_blocks(recorder),
-        recorder.watch,
-        _Listener(recorder),
     ):
         yield
 
