@@ -190,6 +190,10 @@ def _refuse_sparse(model: nn.Module, example: ExampleCall) -> None:
 
 
 def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise TraceError(
+            f"{type(model).__name__} has hooks of its own, which only a run shows; pass example_inputs"
+        )
     with preserved(model):
         recordings = [symbolic_recording(model.train(training)) for training in _MODES]
     in_eval, in_train = recordings

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import pdp_fx
-from pdp_fx import PruneSpec, Unstructured
+from pdp_fx import PruneSpec, Schedule, Unstructured
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from tests.tracing.checks import assert_same, assert_same_state, exact, opaque, targets
@@ -56,6 +57,25 @@ def test_a_node_tells_its_owner_and_its_line() -> None:
     line = Residual.forward.__code__.co_firstlineno + 1
     assert (node.meta["owner"], node.meta["source"]) == ("blocks.1", f"test_trace.py:{line}")
     assert all("source" in node.meta for node in gm.graph.nodes)
+
+
+def test_hooks_of_the_model_itself_need_a_run() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    model.register_forward_pre_hook(lambda _, args: (3 * args[0],))
+    with pytest.raises(TraceError, match="Sequential has hooks of its own.*pass example_inputs"):
+        trace(model)
+    assert torch.equal(trace(model, x)(x), model(x))
+
+
+@pytest.mark.parametrize("inputs", [None, torch.randn(2, 4)], ids=["symbolic", "recorded"])
+def test_a_layer_whose_forward_was_replaced_is_looked_into(inputs: Tensor | None) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    layer.forward = lambda input: functional.linear(input, layer.weight).relu()
+    model = nn.Sequential(layer, nn.Linear(4, 2))
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), inputs)
+    assert torch.equal(prepared(x), model(x))
+    pdp_fx.step(prepared)
+    assert torch.equal(pdp_fx.convert(prepared)(x), prepared.eval()(x))
 
 
 @pytest.mark.parametrize("inputs", [None, torch.randn(2, 4)], ids=["symbolic", "recorded"])

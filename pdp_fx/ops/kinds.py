@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from pdp_fx.ops import explicit
 from pdp_fx.ops import explicit_recurrent as recurrent
+from pdp_fx.tracing.leaves import has_own_forward
 
 Fold = Callable[[nn.Module, nn.Module], tuple[Tensor, Tensor]]
 Refresh = Callable[[nn.Module, int | None], None]
@@ -181,8 +182,8 @@ _BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind
 
 
 def kind_of(module: nn.Module) -> ModuleKind | None:
-    """The kind of ``module``, or None for a type that this table does not know."""
-    return _BY_TYPE.get(type(module))
+    """The kind of ``module``, or None for one that this table does not know."""
+    return None if has_own_forward(module) else _BY_TYPE.get(type(module))
 
 
 def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:

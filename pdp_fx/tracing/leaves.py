@@ -37,7 +37,12 @@ def is_leaf(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return True
     torch_own = home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
-    return torch_own and not _computes_weights(module)
+    return torch_own and not has_own_forward(module) and not _computes_weights(module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether ``forward`` was replaced in this one module, which then does not what its class does."""
+    return "forward" in vars(module)
 
 
 def _computes_weights(module: nn.Module) -> bool:
