@@ -23,6 +23,9 @@ Item = TypeVar("Item")
 MANY = 40
 """A table with more rows than this writes those as one whose names differ in their numbers only."""
 
+COUNTS = ("at least", "groups", "weights")
+"""Columns that are left out where they say nothing."""
+
 STILL_POSSIBLE = "Where channels stay, Unstructured and NM still prune the weights one by one."
 
 
@@ -277,7 +280,11 @@ def _lines_of(same: list[list[KeptChannels]]) -> list[str]:
 
 def _table(title: str, headers: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
     """A table under a title, without the counts that are 1 throughout."""
-    shown = [index for index in range(len(headers)) if any(row[index] != "1" for row in rows)]
+    shown = [
+        index
+        for index, header in enumerate(headers)
+        if header not in COUNTS or any(row[index] != "1" for row in rows)
+    ]
     texts = [[row[index] for index in shown] for row in rows]
     names = [headers[index] for index in shown]
     return f"{title}\n{tabulate(texts, headers=names, tablefmt='simple', disable_numparse=True)}"

@@ -128,6 +128,15 @@ def test_the_least_number_of_channels_is_told() -> None:
     assert [group.least for group in groups] == [3, 3]
 
 
+def test_a_group_is_named_even_if_its_name_is_a_number() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.Linear(8, 2))
+    lines = str(explained(model, HALF, 2, 4)).splitlines()
+    assert [line.split() for line in lines[1:4:2]] == [
+        ["group", "channels", "made", "by", "masked", "at"],
+        ["1", "8", "1", "1"],
+    ]
+
+
 def test_groups_of_one_producer_have_names_of_their_own() -> None:
     found = explained(Picked(), HALF, 5, 4)
     names = [group.name for group in found.groups] + list(dict.fromkeys(entry.group for entry in found.kept))
