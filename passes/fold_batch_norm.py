@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.example_inputs import Inputs, shapes
+from pdp_fx.example_inputs import shapes
 from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.passes.harden_masks import swap_tensors
 from pdp_fx.tracing.functions import METADATA, SIZES
+from pdp_fx.tracing.inputs import Inputs
 
 BIAS = 2
 """The place of the bias among the arguments of a convolution or linear function."""

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
-from pdp_fx.example_inputs import Inputs, fresh, trial
+from pdp_fx.example_inputs import fresh, trial
+from pdp_fx.tracing.inputs import Inputs
 from pdp_fx.tracing.preserve import torch_generators
 from pdp_fx.tracing.structure import flat_tensors, tensors
 

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from pdp_fx.errors import PassError, PdpError
 from pdp_fx.spec import PruneSpec
+from pdp_fx.tracing.inputs import Inputs
 
 Fact = TypeVar("Fact")
 
@@ -43,7 +44,7 @@ class Context:
     """
 
     spec: PruneSpec
-    example_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    example_inputs: Inputs | None = None
     modules: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     facts: dict[type, Any] = field(default_factory=dict[type, Any])
 

@@ -15,12 +15,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from pdp_fx.channels.running import evaluating
-from pdp_fx.trace import ExampleInputs
-from pdp_fx.tracing.inputs import ExampleCall, example_call, place_arguments
+from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, Inputs, example_call, place_arguments
 from pdp_fx.tracing.preserve import preserved
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 
 def normalised(given: ExampleInputs | None) -> Inputs | None:

@@ -16,7 +16,8 @@ from pdp_fx.ops.explicit import mask_axis
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
 from pdp_fx.pruner import units_pruned
-from pdp_fx.trace import ExampleInputs, trace
+from pdp_fx.trace import trace
+from pdp_fx.tracing.inputs import ExampleInputs
 
 HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
 NEEDED = 3

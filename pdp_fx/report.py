@@ -22,7 +22,8 @@ from pdp_fx.planning import parameters_of, weight_of
 from pdp_fx.policy import MaskPolicy, NMPolicy
 from pdp_fx.pruner import Pruner, find_all, find_one
 from pdp_fx.spec import PruneSpec, Unstructured
-from pdp_fx.trace import ExampleInputs, trace
+from pdp_fx.trace import trace
+from pdp_fx.tracing.inputs import ExampleInputs
 
 COUNTS = ("weights", "left", "sparsity", "target", "soft", "MACs", "MACs left")
 

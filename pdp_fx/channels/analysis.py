@@ -41,7 +41,7 @@ from pdp_fx.channels.running import run
 from pdp_fx.channels.streams import keep_streams
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
-from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.inputs import Inputs, place_arguments
 from pdp_fx.tracing.structure import tensors
 
 RULE_MODULES = (
@@ -61,8 +61,6 @@ RULE_MODULES = (
 
 RETURNED = "the model returns these channels"
 UNUSED = "the model cuts these rows off and never uses them"
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def analyse(

@@ -15,7 +15,7 @@ from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.rules_attention import is_fused_attention, keep_scale
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
-from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.inputs import Inputs, place_arguments
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 
@@ -136,7 +136,7 @@ def evaluating(gm: fx.GraphModule) -> Generator[None]:
 
 def run(
     gm: fx.GraphModule,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    inputs: Inputs,
     flow: LabelFlow,
     after: After,
     can_mask: Callable[[fx.Node], bool],

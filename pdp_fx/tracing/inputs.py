@@ -17,6 +17,9 @@ from pdp_fx.tracing.steps import Expr, Step, Value
 from pdp_fx.tracing.structure import children, fresh_copy, has_tensors, tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -114,7 +117,7 @@ def example_call(example_inputs: object) -> ExampleCall:
     )
 
 
-def place_arguments(gm: fx.GraphModule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+def place_arguments(gm: fx.GraphModule, inputs: Inputs) -> list[Any]:
     """Order positional and keyword arguments as the graph's placeholders want them."""
     args, kwargs = list(inputs[0]), dict(inputs[1])
     placed: list[Any] = []
