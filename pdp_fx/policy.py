@@ -175,7 +175,8 @@ def made(site: MaskSite, default: type[Made], kind: type[Made]) -> Made:
     """The mask that the rule's policy makes for ``site``, or that of ``default`` without one.
 
     Raises:
-        SpecError: the policy gives something else than a ``kind``, or one with an ``update`` of single masks.
+        SpecError: the policy gives something else than a ``kind``, or one that lacks a method or whose
+            ``update`` is that of a single mask.
     """
     policy = site.rule.policy or default
     mask: object = policy(site) if callable(policy) else None
@@ -183,6 +184,12 @@ def made(site: MaskSite, default: type[Made], kind: type[Made]) -> Made:
         raise SpecError(
             f"{site.names[0]}: the policy of {site.rule} must give a {kind.__name__}, got {described(mask)}; "
             f"derive it from pdp_fx.{kind.__name__}"
+        )
+    methods = {name: getattr(type(mask), name) for name in ("soft", "pruned")}
+    missing = [name for name, method in methods.items() if getattr(method, "__isabstractmethod__", False)]
+    if missing:
+        raise SpecError(
+            f"the policy {type(mask).__name__} does not define {missing[0]}, which every policy needs"
         )
     if not inspect.ismethod(type(mask).update):
         raise SpecError(f"{type(mask).__name__}.update must be a classmethod: it gets all masks of a rule")

@@ -100,6 +100,9 @@ class Alone(Straight):
     def update(self, masks: Any, weights: Any, now: Progress) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
+class Unfinished(WeightPolicy): ...
+
+
 class BelowMean(Given):
     """Decides by itself how many channels go, and keeps its own count."""
 
@@ -288,6 +291,8 @@ def test_what_cannot_be_a_policy_is_refused(x: Tensor) -> None:
         prepared(Unstructured(0.5, policy=lambda _: nn.Identity()), x)
     with pytest.raises(SpecError, match=r"must give a WeightPolicy, got .*Given"):
         prepared(Unstructured(0.5, policy=Given), x)
+    with pytest.raises(SpecError, match=r"the policy Unfinished does not define soft"):
+        prepared(Unstructured(0.5, policy=Unfinished), x)
     with pytest.raises(SpecError, match=r"Alone.update must be a classmethod"):
         prepared(Unstructured(0.5, policy=Alone), x)
     with pytest.raises(SpecError, match=r"StraightNM is a policy for NM rules, not for Unstructured"):
