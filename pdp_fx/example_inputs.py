@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from pdp_fx.channels.running import evaluating
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, Inputs, example_call, place_arguments
 from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.replacing import ALONE
 
 
 def normalised(given: ExampleInputs | None) -> Inputs | None:
@@ -81,6 +82,6 @@ def shapes(gm: fx.GraphModule, inputs: Inputs) -> dict[str, tuple[int, ...]]:
 @contextlib.contextmanager
 def trial(gm: fx.GraphModule) -> Generator[None]:
     """Run things in eval mode and with fixed random numbers; ``gm`` is put back as it was."""
-    with preserved(gm), evaluating(gm), torch.no_grad():
+    with ALONE, preserved(gm), evaluating(gm), torch.no_grad():
         torch.manual_seed(0)
         yield

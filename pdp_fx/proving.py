@@ -18,7 +18,7 @@ from pdp_fx.passes import CONVERT
 from pdp_fx.passes.verify_equivalence import Precision, Reference, eval_outputs, rounding_effect
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
-from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.replacing import ALONE, replaced
 
 LOOSE = 1e-4
 LOOSE_ROUNDINGS = 16
@@ -94,7 +94,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
         return deepcopy(tensor if tensor.is_leaf else tensor.detach(), memo)
 
     try:
-        with replaced(Tensor, "__deepcopy__", without_history):
+        with ALONE, replaced(Tensor, "__deepcopy__", without_history):
             copied = copy.deepcopy(gm, _empty_tables(gm))
     except Exception as err:
         raise StateError(f"the model cannot be copied: {type(err).__name__}: {err}") from err

@@ -28,7 +28,7 @@ from pdp_fx.tracing.module import TracedModule, always_eval, mirror, taken_name
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
-from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.structure import tensors
@@ -68,9 +68,13 @@ def trace(
             f"the model has a part {taken!r}, a name that every torch.fx.GraphModule has for itself; "
             "rename it, or put the model into another, as in nn.Sequential(model)"
         )
-    if example_inputs is None:
-        return _trace_symbolically(model)
-    example = example_call(example_inputs)
+    with ALONE:
+        if example_inputs is None:
+            return _trace_symbolically(model)
+        return _trace_on(model, example_call(example_inputs), watch)
+
+
+def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> fx.GraphModule:
     lazy = without_shape(model)
     if lazy is not None:
         raise TraceError(f"{lazy} has no shape yet; run the model once before tracing it")

@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,6 +59,14 @@ def test_a_node_tells_its_owner_and_its_line() -> None:
     line = Residual.forward.__code__.co_firstlineno + 1
     assert (node.meta["owner"], node.meta["source"]) == ("blocks.1", f"test_trace.py:{line}")
     assert all("source" in node.meta for node in gm.graph.nodes)
+
+
+def test_threads_trace_one_after_another() -> None:
+    models, x = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(3)], torch.randn(2, 4)
+    before = nn.Module.__call__, len
+    with ThreadPoolExecutor(3) as pool:
+        assert [len(gm.graph.nodes) for gm in pool.map(lambda model: trace(model, x), models)] == [4] * 3
+    assert (nn.Module.__call__, len) == before
 
 
 def test_hooks_of_the_model_itself_need_a_run() -> None:

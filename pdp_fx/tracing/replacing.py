@@ -1,9 +1,13 @@
 """Replacing attributes and names for a while."""
 
 import inspect
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
+
+ALONE = threading.RLock()
+"""Held by the one thread that traces: what it replaces, and random numbers, belong to the whole process."""
 
 
 @contextmanager
