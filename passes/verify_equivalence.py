@@ -16,7 +16,7 @@ from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.tracing.inputs import Inputs
 from pdp_fx.tracing.preserve import torch_generators
-from pdp_fx.tracing.structure import flat_tensors, tensors
+from pdp_fx.tracing.structure import flat_tensors, tensors_and_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class VerifyEquivalence(Pass):
 
 
 def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
-    """Run ``gm`` in eval mode and return all floating-point and complex outputs.
+    """Run ``gm`` in eval mode and return all outputs that are tensors or numbers.
 
     What it draws at random depends on the seed and on the order of indices only.
     """
@@ -82,9 +82,7 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
     if drawn:
         with trial(gm), InOrder():
             result = _called(gm, inputs)
-    return tuple(
-        leaf.detach().clone() for leaf in tensors(result) if leaf.is_floating_point() or leaf.is_complex()
-    )
+    return tuple(torch.as_tensor(leaf).detach().clone() for leaf in tensors_and_numbers(result))
 
 
 def _called(gm: fx.GraphModule, inputs: Inputs) -> Any:
@@ -162,12 +160,17 @@ class Precision(TorchDispatchMode):
 def relative_difference(outputs: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> float:
     """The largest difference of any output, relative to the largest finite reference value of that output.
 
-    Infinite and NaN values, such as those of masked logits, must be the same on both sides.
+    Infinite and NaN values, such as those of masked logits, must be the same on both sides, and so must
+    outputs that are no floating-point or complex numbers, such as labels.
     """
     if [tuple(out.shape) for out in outputs] != [tuple(ref.shape) for ref in reference]:
         return float("inf")
     worst = 0.0
     for out, ref in zip(outputs, reference, strict=True):
+        if not (ref.is_floating_point() or ref.is_complex()):
+            if not torch.equal(out, ref):
+                return float("inf")
+            continue
         finite = ref.isfinite()
         if not torch.allclose(out[~finite], ref[~finite], rtol=0, atol=0, equal_nan=True):
             return float("inf")

@@ -36,6 +36,7 @@ from pdp_fx.channels.labels import Layer, Reason, Slot
 from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn, stored
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
+from pdp_fx.channels.rewrites import NORMS
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.channels.running import run
 from pdp_fx.channels.streams import keep_streams
@@ -130,11 +131,18 @@ def observe(
     def can_mask(node: fx.Node) -> bool:
         if node.op == "call_module":
             kind = kind_of(gm.get_submodule(str(node.target)))
-            return kind is not None and kind.takes_mask
-        return node.target in MASKED
+            over = getattr(gm.get_submodule(str(node.target)), "normalized_shape", ())
+            return kind is not None and kind.takes_mask and len(over) < 2
+        return node.target in MASKED and not (node.target in NORMS and _is_over_several(node, flow))
 
     output = run(gm, inputs, flow, after, can_mask)
     return Observed(flow.record, output)
+
+
+def _is_over_several(node: fx.Node, flow: LabelFlow) -> bool:
+    """Whether a function normalises over several axes at once; it takes no mask of one of them."""
+    over: Any = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+    return len(flow.record.numbers.get(over.name, (0, 0)) if isinstance(over, fx.Node) else over) > 1
 
 
 def _settle_norm(flow: LabelFlow, result: Any) -> None:

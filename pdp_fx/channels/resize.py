@@ -76,7 +76,7 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     if _is_given_no_number(node, flow):
         # It works out every shape from its tensors.
         told = [sized for sized in told if not sized.shaped]
-    if _is_size_free(gm, node):
+    if _is_size_free(gm, node, flow):
         told = [sized for sized in flow.sized if sized.before.free and node.target in REPEATS]
     elif isinstance(node.target, Apply):
         # Their views of a whole tensor, by which they return it unchanged, follow its size.
@@ -108,7 +108,9 @@ def _why_not(gm: fx.GraphModule, node: fx.Node) -> str:
     return f"{_name_of(gm, node)} is told sizes or positions of these channels, which would no longer fit"
 
 
-def _is_size_free(gm: fx.GraphModule, node: fx.Node) -> bool:
+def _is_size_free(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow) -> bool:
+    if node.target in REPEATS and _is_told_by_tensor(node, flow):
+        return False
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
         activation = type(module).__module__ == "torch.nn.modules.activation"
@@ -119,6 +121,12 @@ def _is_size_free(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.target in FUNCTIONALS:
         return node.target not in SIZED_FUNCTIONALS
     return node.target in SIZE_FREE
+
+
+def _is_told_by_tensor(node: fx.Node, flow: LabelFlow) -> bool:
+    """Whether a tensor says how many copies there are of each index."""
+    repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
+    return isinstance(repeats, fx.Node) and repeats.name not in flow.record.numbers
 
 
 def _is_given_no_number(node: fx.Node, flow: LabelFlow) -> bool:
@@ -149,11 +157,9 @@ def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) 
     if _is_constant_number(node, result):
         flow.record.numbers[node.name] = int(result)
     if any(isinstance(leaf, Tensor) for leaf in leaves):
-        if node.op != "output" and not resized:
-            for _, axis, ids in carried:
-                flow.counted(
-                    ids, axis, f"{_name_of(None, node)} computes with how many of these channels there are"
-                )
+        for _, axis, ids in () if resized else carried:
+            does = "the model returns" if node.op == "output" else f"{_name_of(None, node)} computes with"
+            flow.counted(ids, axis, f"{does} how many of these channels there are")
         return
     if leaves and all(isinstance(leaf, (int, float)) for leaf in leaves):
         flow.record.numbers[node.name] = result

@@ -203,7 +203,7 @@ _ROLL, _SUBSCRIPT = Rewrite(_roll, _roll_fits), Rewrite(subscript, subscript_fit
 RESIZERS: dict[Any, Rewrite] = {
     "view": _SIZES, "reshape": _SIZES, torch.reshape: _SIZES, "expand": _SIZES, torch.broadcast_to: _SIZES,
     "broadcast_to": _SIZES, "new_zeros": _FILLED, "new_ones": _FILLED, "new_full": _FILLED,
-    "new_empty": _FILLED, torch.empty: _FILLED,
+    "new_empty": _FILLED, torch.empty: _FILLED, "sum_to_size": _SIZES,
     torch.zeros: _FILLED, torch.ones: _FILLED, torch.full: _FILLED, torch.chunk: _SPLIT, "chunk": _SPLIT,
     torch.split: _SPLIT, "split": _SPLIT, "split_with_sizes": _SPLIT, torch.split_with_sizes: _SPLIT,
     torch.tensor_split: _SPLIT, "tensor_split": _SPLIT, "unsafe_chunk": _SPLIT,
@@ -247,6 +247,10 @@ GROUPED: frozenset[Any] = frozenset({
 """Functions that are told a number of groups, which follows the channels."""
 
 
+ALWAYS_TOLD: frozenset[Any] = frozenset({torch.narrow, "narrow", "sum_to_size"})
+"""Functions and methods that may do nothing on the example inputs and still be told sizes."""
+
+
 def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
     """The way to resize ``node``, or None."""
     if node.op == "call_module":
@@ -258,4 +262,4 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
 
 def always_told(node: fx.Node) -> bool:
     """Whether ``node`` is told a number of channels even where it lays nothing out anew."""
-    return node.target in GROUPED or node.target in NORMS or node.target in (torch.narrow, "narrow")
+    return node.target in GROUPED or node.target in NORMS or node.target in ALWAYS_TOLD

@@ -103,7 +103,8 @@ def _count(left: Tensor, right: Tensor, flow: LabelFlow) -> None:
     """Count the product if one of its operands is a parameter."""
     for weight, other in ((right, left), (left, right)):
         if flow.is_stored(weight):
-            flow.contract(weight, other, other.numel() // weight.shape[-2 if weight is right else -1], None)
+            inner = weight.shape[-2 if weight is right else -1]
+            flow.contract(weight, other, other.numel() // max(inner, 1), None)
             return
 
 

@@ -91,6 +91,9 @@ CUTS = frozenset({
 def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
     """The layers of the source, where what is cut across other channels, or picked by number, stays."""
     source, packet = call.args[0], call.func.overloadpacket
+    if packet is aten.pixel_unshuffle:
+        swept = frozenset({source.ndim - 2, source.ndim - 1})
+        return flow.all_without(flow.layers(source), swept, "these pixels become channels")
     if packet not in CUTS:
         return list(flow.layers(source))
     names = [argument.name for argument in call.func._schema.arguments]

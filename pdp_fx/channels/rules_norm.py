@@ -120,15 +120,18 @@ SPATIAL = {
 
 @rule(*SPATIAL)
 def spatial(call: Call, flow: LabelFlow) -> None:
-    """Pooling, resampling and border padding keep the channels and freeze the axes they sweep."""
+    """Pooling, resampling and border padding keep the channels and freeze the axes they sweep.
+
+    The places of the greatest values, which come beside them, are never 0.
+    """
     source = call.args[0]
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     swept = frozenset(range(source.ndim - SPATIAL[call.func.overloadpacket], source.ndim))
     why = f"{call.func.overloadpacket.__name__} sweeps over these channels"
     moved = flow.all_without(flow.layers(source), swept, why)
-    kept = [Layer(layer.ids, layer.zero, (layer,)) for layer in moved]
     for result in results:
-        flow.put(result, kept)
+        vanishes = result.is_floating_point()
+        flow.put(result, [Layer(layer.ids, layer.zero & vanishes, (layer,)) for layer in moved])
 
 
 @rule(aten.max_unpool2d, aten.max_unpool3d)

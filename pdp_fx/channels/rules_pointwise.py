@@ -6,6 +6,7 @@ run on small tensors, with 0 in the operands that vanish and other values everyw
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -21,6 +22,8 @@ from pdp_fx.channels.record import Call
 aten = torch.ops.aten
 
 BARE_REMEDY = "free what keeps those values, or give them a layer of their own"
+
+BREAKS_REMEDY = "add a small number first"
 
 UNTAGGED = frozenset({
     aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_, aten.complex, aten.polar,
@@ -153,6 +156,11 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
     operands = [operand for operand, _ in cluster]
     flags = [layer.zero.expand(shape) for _, layer in cluster]
     zero, needed = _zero_of(call, operands, flags)
+    flagged = frozenset(operand for operand, flag in zip(operands, flags, strict=True) if bool(flag.any()))
+    if flagged and not bool(zero.all()) and breaks_at_zero(call, flagged):
+        why = f"{call.func.overloadpacket.__name__} of 0 is no finite number"
+        for _, layer in cluster:
+            flow.freeze(layer.ids, why, BREAKS_REMEDY)
     return Layer(widest.ids.expand(shape), zero, tuple(sources[index] for index in needed))
 
 
@@ -175,8 +183,27 @@ def _zero_of(call: Call, operands: list[int], flags: list[Tensor]) -> tuple[Tens
     return zero, best
 
 
+def breaks_at_zero(call: Call, zeros: frozenset[int]) -> bool:
+    """Whether finite numbers become infinite or NaN when these operands are 0, as in a logarithm or 0 / 0.
+
+    Not even a mask on what reads them makes a 0 of that.
+    """
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        return not bool(_probed(call, zeros, 0.1).isfinite().all()) and bool(
+            _probed(call, frozenset(), 0.1).isfinite().all()
+        )
+    return False
+
+
 def vanishes(call: Call, zeros: frozenset[int]) -> bool:
     """Whether the operation gives 0 when these operands (by number) are 0, whatever the others are."""
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
+        return bool((_probed(call, zeros, -2.9, 3.1) == 0).all())
+    return False
+
+
+def _probed(call: Call, zeros: frozenset[int], least: float, most: float = 0.9) -> Tensor:
+    """What the operation gives for 0 in these operands, and other values from a range in the others."""
     seen = -1
 
     def probe(leaf: Any) -> Any:
@@ -184,14 +211,10 @@ def vanishes(call: Call, zeros: frozenset[int]) -> bool:
         if not isinstance(leaf, Tensor):
             return leaf
         seen += 1
-        if seen in zeros:
-            return torch.zeros(16, dtype=leaf.dtype, device="cpu")
-        if leaf.dtype == torch.bool:
-            return torch.arange(16, device="cpu") % (2 + seen) == 0
-        return (torch.linspace(-2.9, 3.1, 16, device="cpu") * (1 + seen)).to(leaf.dtype)
+        values = torch.zeros(16) if seen in zeros else torch.linspace(least, most, 16) * (1 + seen)
+        if leaf.dtype == torch.bool and seen not in zeros:
+            return torch.arange(16) % (2 + seen) == 0
+        return values.to(leaf.dtype)
 
     args, kwargs = tree_map(probe, (call.args, call.kwargs))
-    try:
-        return bool((call.func(*args, **kwargs) == 0).all())
-    except (RuntimeError, TypeError, ValueError):
-        return False
+    return call.func(*args, **kwargs)

@@ -65,7 +65,12 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in a structure, depth first; objects are looked into, too."""
-    yield from _tensors(value, set())
+    yield from _leaves(value, (torch.Tensor,), set())
+
+
+def tensors_and_numbers(value: Any) -> Iterator[torch.Tensor | complex]:
+    """All tensors and numbers in a structure, in the same order."""
+    yield from _leaves(value, (torch.Tensor, int, float, complex), set())
 
 
 def flat_tensors(arguments: Any) -> Iterator[torch.Tensor]:
@@ -85,15 +90,15 @@ def has_tensors(value: Any) -> bool:
     return next(tensors(value), None) is not None
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _leaves(value: Any, kinds: tuple[type, ...], seen: set[int]) -> Iterator[Any]:
+    if isinstance(value, kinds):
         yield value
         return
-    if isinstance(value, BASE_TYPES) or id(value) in seen:
+    if isinstance(value, (*BASE_TYPES, torch.Tensor)) or id(value) in seen:
         return
     seen.add(id(value))
     for _, _, part in children(value):
-        yield from _tensors(part, seen)
+        yield from _leaves(part, kinds, seen)
 
 
 def fresh_copy(value: Any) -> Any:

@@ -28,6 +28,45 @@ class SoftmaxOverChannels(Between):
         return x.softmax(1)
 
 
+class LogarithmOfChannels(Between):
+    """Of a channel that is 0 nothing finite is left, on which a mask would do nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.mid(self.stem(x).abs().log())))
+
+
+class PlacesAreCounted(Between):
+    """Where the greatest numbers of a channel are is not 0 where the numbers are."""
+
+    def act(self, x: Tensor) -> Tensor:
+        places = F.max_pool2d(x, 2, return_indices=True)[1]
+        return x * torch.tanh(places.sum(dtype=x.dtype))
+
+
+class NormOverTwoAxes(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.flatten(2).mT, (x[0, 0].numel(), 8)).mT.unflatten(2, x.shape[2:])
+
+
+class CopiesByTensor(Between):
+    copies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("copies", torch.full((8,), 1))
+
+    def act(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.copies, 1)
+
+
+class ReturnsWidth(Between):
+    """How many channels there are is returned, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = F.relu(self.stem(x))
+        return self.head(F.relu(self.mid(x))), x.shape[1]
+
+
 class LocalResponseNorm(Between):
     def __init__(self) -> None:
         super().__init__()
@@ -393,6 +432,11 @@ REFUSALS = (
         AddedToInput, images(), removed=4, reason="add joins these channels with values that have none"
     ),
     Construct(ReturnsFeatures, images(), removed=3, reason="the model returns these channels"),
+    Construct(ReturnsWidth, images(), removed=3, reason="the model returns how many of these channels"),
+    Construct(LogarithmOfChannels, images(), removed=3, reason="log of 0 is no finite number"),
+    Construct(PlacesAreCounted, images(), removed=3, reason="a dropped channel is not 0"),
+    Construct(NormOverTwoAxes, images(), removed=3, reason="mean runs over these channels"),
+    Construct(CopiesByTensor, images(), removed=3, reason="repeat_interleave is told sizes"),
     Construct(Lstm, sequences(), removed=3, reason="LSTM"),
     Construct(Gru, sequences(), removed=3, reason="GRU"),
     Construct(BilinearLayer, sequences(), reason="no channel rule for _trilinear"),

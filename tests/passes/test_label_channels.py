@@ -55,7 +55,7 @@ def test_labels_and_trials_do_not_depend_on_the_default_device() -> None:
         ctx = Context(SPEC)
         FindSites().run(gm, ctx)
         sites = ctx.get(Sites)
-        found = analyse(gm, ((x,), {}), sites.maskable, stand_ins=sites.stand_ins)
+        found = analyse(gm, ((x,), {}), sites.out_of_reach, stand_ins=sites.stand_ins)
     assert [(group.name, group.width) for group in found.groups] == [("conv", 8)]
     assert [weight.parameter for weight in sites.weights if not weight.unfit] == [
         "conv.weight",

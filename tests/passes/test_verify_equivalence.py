@@ -100,6 +100,8 @@ def numbers(*values: float) -> tuple[Tensor, ...]:
         (numbers(), numbers(), 0.0),
         ((), numbers(1.0), INF),
         (numbers(0.0), numbers(0.0), 0.0),
+        ((torch.tensor([1, 7]),), (torch.tensor([1, 7]),), 0.0),
+        ((torch.tensor([1, 7]),), (torch.tensor([2, 7]),), INF),
         ((torch.tensor(1.0), torch.tensor(3.0)), (torch.tensor(1.0), torch.tensor(2.0)), 0.5),
     ],
 )
