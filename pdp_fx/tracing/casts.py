@@ -133,9 +133,18 @@ def _checked_range(recorder: Recorder) -> Callable[..., Any]:
     original = range
 
     def call(*args: Any) -> range:
-        for number in args:
-            if isinstance(number, Live) and number.session is recorder.session:
+        steps = original(*(plain(number) for number in args))
+        numbers = [*args]
+        if len(args) == 3 and _is_of(args[1], recorder) and len(steps) and plain(args[2]) > 1:
+            # Where the last step ends is up to what is done in it.
+            numbers[1] = -((args[0] - args[1]) // plain(args[2]))
+        for number in numbers:
+            if _is_of(number, recorder):
                 counted(recorder, number)
-        return original(*(plain(number) for number in args))
+        return steps
 
     return call
+
+
+def _is_of(number: Any, recorder: Recorder) -> bool:
+    return isinstance(number, Live) and number.session is recorder.session

@@ -87,6 +87,24 @@ def test_a_loop_over_a_size_fails_for_another_size_rather_than_to_leave_out_the_
         gm(torch.randn(2, 2, 4))
 
 
+class InParts(nn.Module):
+    """Works on so many rows at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.linear(x[:, start : start + 4]) for start in range(1, x.shape[1], 4)], dim=1)
+
+
+def test_a_loop_with_long_steps_is_held_to_their_number_only() -> None:
+    gm = exact(InParts(), torch.randn(2, 7, 4), torch.randn(3, 6, 4), torch.randn(2, 9, 4))
+    for rows in (5, 10):
+        with pytest.raises(AssertionError, match=r"test_casts.py:\d+ goes up to 2 in this graph"):
+            gm(torch.randn(2, rows, 4))
+
+
 def test_parts_that_python_counts_by_itself_are_not_checked() -> None:
     class Unpacks(nn.Module):
         def __init__(self) -> None:
