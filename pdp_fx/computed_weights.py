@@ -49,7 +49,7 @@ def stored_nodes(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose values depend on parameters, buffers and constants only."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.op not in ("placeholder", "output") and all(n in found for n in node.all_input_nodes):
+        if node.op not in ("placeholder", "output") and all(n in found for n in _computed_from(node)):
             found.add(node)
     return found
 
@@ -58,10 +58,29 @@ def sources_of(node: fx.Node) -> list[fx.Node]:
     """``node`` and all that it is computed from, in graph order."""
     found, todo = {node}, [node]
     while todo:
-        new = [source for source in todo.pop().all_input_nodes if source not in found]
+        new = [source for source in _computed_from(todo.pop()) if source not in found]
         found.update(new)
         todo += new
     return sorted(found)
+
+
+def _computed_from(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose numbers a node reads: not what lends its dtype, as in ``weight.to(x.dtype)``."""
+    return [] if _asks_kind(node) else node.all_input_nodes
+
+
+def _asks_kind(node: fx.Node) -> bool:
+    return node.target is getattr and node.args[1] in ("dtype", "device")
+
+
+def _run_through(run: fx.Interpreter, nodes: list[fx.Node]) -> None:
+    """Run the sources of a weight; what lends a dtype and is none of them has that of the parameters."""
+    for node in nodes:
+        if _asks_kind(node) and node.args[0] not in run.env:
+            lender = next(p for p in run.module.parameters() if p.is_floating_point())
+            run.env[node] = getattr(lender, str(node.args[1]))
+        else:
+            run.env[node] = run.run_node(node)
 
 
 def computed(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
@@ -72,8 +91,7 @@ def computed(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
 
 def _value(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
     run = fx.Interpreter(gm, garbage_collect_values=False)
-    for node in sources_of(weight):
-        run.env[node] = run.run_node(node)
+    _run_through(run, sources_of(weight))
     return run.env[weight]
 
 
@@ -106,6 +124,8 @@ class Standing:
         sources = sources_of(weight)
         if not self._overwritten.isdisjoint(sources):
             return None
+        if any(_asks_kind(node) and node.args[0] not in sources for node in sources):
+            return None  # What is written down does not follow the data's dtype.
         value = _value(self._gm, weight)
         if not torch.equal(value, _value(self._gm, weight)):
             return None  # It is drawn anew in every run, so one value cannot stand for it.
@@ -273,6 +293,5 @@ class _Run(fx.Interpreter):
 
     def _computed(self, chosen: Values) -> Tensor:
         self._chosen, self.env = chosen, {}
-        for node in self._nodes:
-            self.env[node] = self.run_node(node)
+        _run_through(self, self._nodes)
         return self.env[self._weight]

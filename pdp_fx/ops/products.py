@@ -38,8 +38,19 @@ def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
         named = (node.kwargs[name] for name in _NAMES[position] if name in node.kwargs)
         operand = node.args[position] if position < len(node.args) else next(named, None)
         if isinstance(operand, fx.Node):
-            found.append((operand, axis))
+            found.append((_uncast(operand), axis))
     return found
+
+
+def _uncast(operand: fx.Node) -> fx.Node:
+    """What is cast to another dtype just before it is used, as in ``weight.to(x.dtype)``."""
+    while operand.target == "to" and len(operand.args) == 2 and not operand.kwargs:
+        source, kind = operand.args
+        asks = isinstance(kind, fx.Node) and kind.target is getattr and kind.args[1] == "dtype"
+        if not isinstance(source, fx.Node) or not (asks or isinstance(kind, torch.dtype)):
+            return operand
+        operand = source
+    return operand
 
 
 def _einsum_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:

@@ -89,7 +89,7 @@ class HalfOfWeight(nn.Module):
 
 
 class ScaledWeight(nn.Module):
-    """A gain for each row is multiplied into the weight."""
+    """A gain for each row is multiplied into the weight, in the dtype of the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ class ScaledWeight(nn.Module):
         self.gain = nn.Parameter(torch.randn(6, 1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.conv2d(F.relu(self.stem(x)), self.conv.weight * self.gain.exp(), self.conv.bias)
-        return self.head(F.relu(x))
+        weight = self.conv.weight.to(x.dtype) * self.gain.exp().to(x.dtype)
+        return self.head(F.relu(F.conv2d(F.relu(self.stem(x)), weight, self.conv.bias)))
 
 
 class WeightFromInput(nn.Module):
@@ -243,7 +243,7 @@ class StandardisedWeight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         w = self.conv.weight
         w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
-        return self.head(F.relu(F.conv2d(F.relu(self.stem(x)), w, self.conv.bias)))
+        return self.head(F.relu(F.conv2d(F.relu(self.stem(x)), w.to(x.dtype), self.conv.bias)))
 
 
 class ScaledStandardised(nn.Conv2d):
