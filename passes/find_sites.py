@@ -12,8 +12,10 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.computed_weights import (
     Effect,
     Standing,
+    attribute,
     effects,
     idle_in_eval,
+    read_before_written,
     sources_of,
     stored_nodes,
     writes,
@@ -52,11 +54,13 @@ class Sites:
         weights: the prunable weights.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         stand_ins: computed weights that can stand for parameters.
+        trained: parameters that the model itself writes to while it trains.
     """
 
     weights: tuple[Site, ...]
     out_of_reach: dict[str, str]
     stand_ins: tuple[StandIn, ...]
+    trained: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,33 @@ class FindSites(Pass):
             raise SpecError("the model has no conv or linear weight that can be pruned")
 
 
+OUTDATED = "the model writes to it while it trains, after it has read it"
+"""Why a parameter stays whose masked value would not be up to date."""
+
+
 def _sites(gm: fx.GraphModule) -> Sites:
     names = owned_names(gm)
     uses: dict[str, list[_Use]] = {}
-    computed = _Computed(gm, names)
+    outdated = read_before_written(gm, names)
+    computed = _Computed(gm, names, outdated)
     for node in gm.graph.nodes:
         for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
             uses.setdefault(parameter, []).append(use)
     stand_ins = computed.stand_ins()
     whole = {name: by for by in stand_ins if by.needed for name in by.sources}
-    barred = _barred(gm, names)
+    standing = {by.parameter for by in whole.values()}
+    barred = _barred(gm, names) | dict.fromkeys(outdated - standing, OUTDATED)
     weights = tuple(_site(name, found, whole.get(name), barred.get(name)) for name, found in uses.items())
-    return Sites(weights, _out_of_reach(gm, names), stand_ins)
+    written, trains = writes(gm, names).items(), idle_in_eval(gm.graph)
+    trained = frozenset(name for node, found in written if node in trains for name in found)
+    always = {
+        name: f"which %{node.name} writes to"
+        for node, found in written
+        if node not in trains
+        for name in found
+    }
+    late = dict.fromkeys(outdated, "which the model writes to while it trains, after it has read it")
+    return Sites(weights, late | always | _used_inside(gm, names), stand_ins, trained)
 
 
 @dataclass(frozen=True)
@@ -172,10 +191,16 @@ def _turned(layer: nn.Module) -> str:
 
 @dataclass
 class _Computed:
-    """Finds the parameters behind the weights that functions are given; ``used`` are those that meet data."""
+    """Finds the parameters behind the weights that functions are given.
+
+    Attributes:
+        outdated: parameters whose masked values would not be up to date.
+        used: the weights that meet data.
+    """
 
     gm: fx.GraphModule
     names: dict[int, str]
+    outdated: set[str]
     known: dict[tuple[fx.Node, int], dict[str, Effect]] = field(default_factory=dict)
     used: set[fx.Node] = field(default_factory=set[fx.Node])
     stored: set[fx.Node] | None = None
@@ -199,7 +224,10 @@ class _Computed:
         met: dict[fx.Node, bool] = {}
         for (weight, _), found in self.known.items():
             if weight in self.used:
-                met[weight] = met.get(weight, False) or any(effect.keeps_zeros for effect in found.values())
+                met[weight] = met.get(weight, False) or any(
+                    effect.keeps_zeros and self.names[id(attribute(self.gm, target))] not in self.outdated
+                    for target, effect in found.items()
+                )
         if not met:
             return ()
         standing = Standing(self.gm, self.names)
@@ -254,15 +282,9 @@ def _given_to(node: fx.Node, gm: fx.GraphModule) -> fx.Node | None:
     return next((u for u in node.users if u.target is not getattr and called_module(u) != node.target), None)
 
 
-def _out_of_reach(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
-    """Parameters that no mask can be put on, with the reasons."""
-    trains = idle_in_eval(gm.graph)
-    found = {
-        name: f"which %{node.name} writes to"
-        for node, written in writes(gm, names).items()
-        if node not in trains
-        for name in written
-    }
+def _used_inside(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
+    """Parameters that something which is kept whole uses, or may use, with the reasons."""
+    found: dict[str, str] = {}
     for node in gm.graph.nodes:
         user, called = _given_to(node, gm), called_module(node)
         if user is not None:

@@ -19,13 +19,14 @@ from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import sources_of
+from pdp_fx.computed_weights import computed_with, idle_in_eval
 from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
+from pdp_fx.passes.find_sites import Sites
 from pdp_fx.policy import MaskSite, Producer, made
 from pdp_fx.pruner import CHILD, Pruner
 
@@ -65,6 +66,7 @@ class MaskChannels(Pass):
                 group.parts,
             )
             mask = made(site, ChannelMask, ChannelPolicy)
+            mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
             key = ctx.get(Pruner).add(group.name, mask, rule)
             node = _insert_mask(gm, before, key, mask, exposed.computed)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
@@ -87,9 +89,11 @@ def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:
 def _gathered(carriers: list[fx.Node], computed: list[fx.Node]) -> fx.Node:
     """Where a mask can be computed: ahead of what it multiplies, and behind the computed weights it reads.
 
-    These are computed earlier if they have to be: they depend on nothing that the model is given.
+    These are computed earlier if they have to be, with the steps of training that belong to them: they depend
+    on nothing that the model is given.
     """
-    chain = [source for weight in computed for source in sources_of(weight)]
+    trains = idle_in_eval(computed[0].graph) if computed else set[fx.Node]()
+    chain = [source for weight in computed for source in computed_with(weight, trains)]
     users = [user for weight in computed for user in weight.users]
     before = min(node for node in [*carriers, *users] if node not in chain)
     for source in chain:

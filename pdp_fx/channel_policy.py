@@ -24,7 +24,11 @@ class ChannelPolicy(MaskPolicy):
         producers: the weight axes that make the channels.
         width: number of channels.
         parts: channels that are cut apart from the others; the best of each part always stays.
+        copies: whether the model writes to some weight while it trains, be it after the mask is computed; the
+            gradient of the mask then needs the weight as it was.
     """
+
+    copies = False
 
     def __init__(self, site: MaskSite) -> None:
         super().__init__(site)
@@ -41,6 +45,8 @@ class ChannelPolicy(MaskPolicy):
         """Return the mask, shape (width,)."""
         for weight in weights:
             refuse_shard(weight)
+        if self.copies and self.training:
+            weights = tuple(weight.clone() for weight in weights)
         return self.soft(*weights) if self.training else self.hard(*weights)
 
     @abstractmethod

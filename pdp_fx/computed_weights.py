@@ -22,7 +22,7 @@ from pdp_fx.channels.record import StandIn
 from pdp_fx.channels.running import evaluating
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.tracing.functions import acts_in_place, written_by
-from pdp_fx.tracing.modes import When
+from pdp_fx.tracing.modes import When, called_module
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.watch import storage_of
 
@@ -62,6 +62,26 @@ def sources_of(node: fx.Node) -> list[fx.Node]:
         found.update(new)
         todo += new
     return sorted(found)
+
+
+def computed_with(weight: fx.Node, trains: set[fx.Node]) -> list[fx.Node]:
+    """What goes along if a weight is computed elsewhere, in graph order: its sources, and steps of training.
+
+    Those are among its sources if they write to what it reads, as power iterations do.
+
+    Args:
+        weight: a node that depends on parameters, buffers and constants only.
+        trains: the nodes that do nothing in eval mode.
+    """
+    sources = sources_of(weight)
+    span = [sources[0]]
+    while span[-1] is not weight:
+        span.append(span[-1].next)
+    while span[0].prev in trains and not acts_in_place(span[0].prev):
+        span.insert(0, span[0].prev)  # as what turns gradients off for a step
+    if not any(node in trains and acts_in_place(node) for node in span):
+        return sources
+    return sorted({source for node in span for source in sources_of(node)})
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node]:
@@ -108,11 +128,15 @@ class Standing:
         self._readers: dict[str, list[fx.Node]] = {}
         self._overwritten: set[fx.Node] = set()
         self._idle = idle_in_eval(gm.graph)
+        self._stored = stored_nodes(gm)
+        self._steps: list[tuple[fx.Node, set[int]]] = []
         for node in gm.graph.nodes:
             for name in self._read_by(node):
                 self._readers.setdefault(name, []).append(node)
             if acts_in_place(node) and node not in self._idle:
                 self._overwritten.update(node.all_input_nodes)
+            elif acts_in_place(node):
+                self._steps.append((node, memory_written(gm, node, self._stored)))
 
     def stand_in(self, weight: fx.Node, needed: bool) -> StandIn | None:
         """How a weight can stand for a parameter of its shape that nothing else uses; None if it cannot.
@@ -130,11 +154,22 @@ class Standing:
         if not torch.equal(value, _value(self._gm, weight)):
             return None  # It is drawn anew in every run, so one value cannot stand for it.
         read = {name: tensor for node in sources for name, tensor in self._read_by(node).items()}
+        if not self._moves(weight, {storage_of(tensor) for tensor in read.values()}):
+            return None
         for name, tensor in read.items():
             alike = isinstance(tensor, nn.Parameter) and tensor.shape == value.shape
             if alike and tensor.dtype == value.dtype and self._only_serves(name, sources):
                 return StandIn(name, weight.name, frozenset(read), needed)
         return None
+
+    def _moves(self, weight: fx.Node, memory: set[int]) -> bool:
+        """Whether a weight can be computed earlier, with the steps of training that change what it reads."""
+        steps = {node for node, written in self._steps if not written.isdisjoint(memory)}
+        together = set(computed_with(weight, self._idle))
+        others = {node for node in self._idle - steps if acts_in_place(node)}
+        own = (self._idle - others).union(sources_of(weight))
+        switches = [node for node in together if node.name.startswith("when_set_grad_enabled")]
+        return not steps or (steps <= together <= own & self._stored and len(switches) % 2 == 0)
 
     def _only_serves(self, name: str, sources: list[fx.Node]) -> bool:
         """Whether all that reads a tensor, at once or through other nodes, only serves the last source."""
@@ -199,9 +234,52 @@ def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> dict[fx.Node, set[st
         memory.setdefault(storage_of(parameter), set()).add(names[id(parameter)])
     found: dict[fx.Node, set[str]] = {}
     for node in acting:
-        values = tensors([computed(gm, written) for written in written_by(node) if written in stored])
-        found[node] = set[str]().union(*(memory.get(storage_of(value), ()) for value in values))
+        places = memory_written(gm, node, stored)
+        found[node] = set[str]().union(*(memory.get(place, ()) for place in places))
     return {node: written for node, written in found.items() if written}
+
+
+def memory_written(gm: fx.GraphModule, node: fx.Node, stored: set[fx.Node]) -> set[int]:
+    """Where in memory a node that acts in place writes, as far as that are ``stored`` values."""
+    values = [computed(gm, written) for written in written_by(node) if written in stored]
+    return {storage_of(value) for value in tensors(values)}
+
+
+def read_before_written(gm: fx.GraphModule, names: Mapping[int, str]) -> set[str]:
+    """The parameters that training steps write to after they have been read for anything else.
+
+    What was made of them is then not what they are: a masked value would not follow, and its gradient needs
+    what they were.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        names: the name of every parameter and buffer by its id.
+    """
+    writing, written = read_to_write(gm, names), writes(gm, names)
+    stored, read, found = stored_nodes(gm), set[str](), set[str]()
+    for node in gm.graph.nodes if writing else ():
+        if node in writing:
+            found |= read.intersection(written.get(node, ()))
+        else:
+            read |= _used_by(gm, node, names, stored)
+    return found
+
+
+def _used_by(gm: fx.GraphModule, node: fx.Node, names: Mapping[int, str], stored: set[fx.Node]) -> set[str]:
+    """The parameters that a node reads at once; those without gradients only if others are made of them."""
+    if node.target in (getattr, "size", "numel"):
+        return set()
+    called = called_module(node)
+    inside = [] if called is None else [*gm.get_submodule(called).parameters()]
+    given = [attribute(gm, str(source.target)) for source in node.all_input_nodes if source.op == "get_attr"]
+    used = [each for each in (*inside, *given) if isinstance(each, nn.Parameter)]
+    return {names[id(each)] for each in used if each.requires_grad or node in stored}
+
+
+def attribute(gm: fx.GraphModule, target: str) -> object:
+    """What the path of a `get_attr` node leads to."""
+    owner, _, name = target.rpartition(".")
+    return getattr(gm.get_submodule(owner), name)
 
 
 def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:

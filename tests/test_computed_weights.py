@@ -1,7 +1,7 @@
 """Weights that are computed from parameters: pruned in these where that is exact, else as computed."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self, cast
 
 import pytest
@@ -201,6 +201,71 @@ def test_a_standardised_weight_is_written_down(rule: Rule) -> None:
     if isinstance(rule, NM):
         narrow = left["narrow.weight"].reshape(-1, 2)
         assert bool(((narrow == 0).sum(1) == 1).all())
+
+
+class Renewed(nn.Linear):
+    """Training shortens the weight before it is standardised."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.clamp_(-0.2, 0.2)
+        return functional.linear(input, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+
+class Clamped(nn.Linear):
+    """Training shortens the weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(input)
+
+
+class Viewed(nn.Linear):
+    """Training shortens the weight after it has been read, which a view of it sees."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight.view(8, 8)
+        if self.training:
+            with torch.no_grad():
+                self.weight.clamp_(-0.2, 0.2)
+        return functional.linear(input, weight - weight.mean(1, keepdim=True), self.bias)
+
+
+def spectral(inputs: int, outputs: int) -> nn.Module:
+    return nn.utils.spectral_norm(nn.Linear(inputs, outputs))
+
+
+class Stream(nn.Module):
+    """The layers of a residual stream have one mask, which is computed ahead of the first of them."""
+
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = kind(8, 8), kind(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.head(x + self.second(functional.relu(x)))
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4), Channels(ratio=0.5)])
+@pytest.mark.parametrize("kind", [Renewed, Clamped, Viewed, spectral])
+def test_weights_that_change_while_training_are_those_that_the_model_uses(
+    kind: Callable[[int, int], nn.Module], rule: Rule
+) -> None:
+    torch.manual_seed(0)
+    model, x = Stream(kind).double(), torch.randn(4, 8, dtype=torch.float64)
+    if kind is Viewed and isinstance(rule, Channels):
+        with pytest.raises(SpecError, match="a dropped channel is not 0 when it is read here"):
+            pdp_fx.prepare(model, PruneSpec(rule), x)
+        return
+    wanted = copy.deepcopy(model)
+    prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=AT_ONCE), x)
+    assert torch.equal(prepared(x), wanted(x))
+    pdp_fx.step(prepared)
+    train(prepared, [(x,)] * 2)
+    check_converted(model, prepared.eval(), [(x,)])
 
 
 def test_computed_weights_are_explained() -> None:
