@@ -99,7 +99,8 @@ class ChannelPolicy(MaskPolicy):
 
 
 def _energy(weight: Tensor, axis: int) -> Tensor:
-    """Sum of squares of every row along ``axis``."""
+    """Sum of squares of every row along ``axis``, of a complex weight those of both parts."""
+    weight = torch.view_as_real(weight) if weight.is_complex() else weight
     others = [other for other in range(weight.ndim) if other != axis]
     dtype = compute_dtype(weight.dtype)
     if not others:

@@ -358,6 +358,19 @@ class BagOfEntries(nn.Module):
         return self.head(self.stem(x) * self.bag((x[..., 0] > 0).long())[:, None])
 
 
+class ComplexMatrix(nn.Module):
+    """Frequencies are mixed by complex numbers (neural operators)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.matrix = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.einsum("bfi,io->bfo", torch.fft.rfft(self.stem(x), dim=1), self.matrix)
+        return self.head(torch.fft.irfft(waves, n=x.shape[1], dim=1))
+
+
 WEIGHTS = (
     Construct(LowRankAdapter, sequences(), removed=4),
     Construct(SumOfKernels, images(), removed=7),
@@ -383,6 +396,7 @@ WEIGHTS = (
     Construct(InterpolatedPositions, images(), removed=8),
     Construct(WeightsOnTheLeft, sequences(), removed=8),
     Construct(BagOfEntries, sequences(), removed=4),
+    Construct(ComplexMatrix, sequences(), removed=8),
     Construct(DiagonalOfMatrix, sequences(), removed=8),
     Construct(SecondDiagonal, sequences(), reason="mul joins these channels"),
 )
