@@ -75,11 +75,11 @@ class Job:
         """What to write for the size of ``axis`` where the program has ``given``."""
         if isinstance(given, fx.Node):
             if given.name in self.changing:
-                return self._mended(given, kept.size(axis))
+                return self.mended(given, kept.size(axis))
             return _scaled(given, kept.size(axis), kept.value.shape[axis]) if kept.changes(axis) else given
         return kept.size(axis) if given != -1 and kept.changes(axis) else given
 
-    def _mended(self, number: fx.Node, size: int) -> Any:
+    def mended(self, number: fx.Node, size: int) -> Any:
         """What gives ``size`` where the number's own program may have been right for all channels only.
 
         A computation stays one if it can, for it may follow the size of the batch, too.

@@ -183,9 +183,9 @@ def _groups(node: fx.Node, job: Job) -> None:
     channels = job.source.value.shape[1] if len(job.source.value.shape) > 1 else 1
     given: Any = node.args[GROUPS] if len(node.args) > GROUPS else node.kwargs.get("groups", 1)
     if job.number(given) == channels and job.source.changes(1):
-        groups = job.source.size(1)
+        groups = job.resized(job.source, 1, given)
     elif job.told(node):
-        groups = job.number(given)
+        groups = job.mended(given, job.number(given)) if isinstance(given, fx.Node) else given
     else:
         return
     if len(node.args) > GROUPS:

@@ -281,6 +281,20 @@ class BlurKernelBuffer(nn.Module):
         return self.head(F.conv2d(F.relu(self.stem(x)), self.kernel, padding=1, groups=8))
 
 
+class CrossCorrelation(nn.Module):
+    """Each image is convolved with a kernel of its own, channel by channel (Siamese trackers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.kernel, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 4), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image, kernel = self.image(x), self.kernel(x)
+        n, c = kernel.shape[:2]
+        x = F.conv2d(image.view(1, n * c, *x.shape[2:]), kernel.view(n * c, 1, 3, 3), groups=n * c)
+        return self.head(x.view(n, c, *x.shape[2:]))
+
+
 def _two(channels: int, out_channels: int, **options: Any) -> nn.Conv2d:
     return nn.Conv2d(channels, out_channels, 3, padding=1, **options)
 
@@ -320,5 +334,6 @@ CONVOLUTIONS = (
     Construct(FunctionalNorm, images(), removed=4),
     Construct(BlurPool, images(), removed=4),
     Construct(BlurKernelBuffer, images(), removed=4),
+    Construct(CrossCorrelation, images(), removed=8),
     Construct(CircularPadding, images(), removed=8),
 )
