@@ -33,6 +33,7 @@ from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
+from pdp_fx.tracing.unscripting import unscripted
 from pdp_fx.tracing.verify import Runner, run
 from pdp_fx.tracing.waiving import waive
 
@@ -85,17 +86,29 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
         replaced(functional, "_verify_batch_size", _accept),
         unwritten(model),
     ):
-        lasting: dict[Whole, str] = {}
-        while True:
-            findings = Findings(lasting=lasting)
-            with noting_changes() as changes:
-                gm = _traced(model, example, findings, watch)
-            if findings.sizes.read:
-                gm = _for_other_batches(gm, model, example, findings, watch)
-            kept = remembering(gm, model, example, changes, lasting)
-            if not kept:
-                return gm
-            lasting |= kept
+        with unscripted() as scripts:
+            gm = _trace_until_nothing_lasts(model, example, watch)
+            outcome = run(gm, example, False, None, model) if scripts else None
+        if outcome is not None and not outcome.is_near(_reference(model, example, training=False)):
+            raise TraceError(f"TorchScript does not compute what the Python of {min(scripts)} does")
+        return gm
+
+
+def _trace_until_nothing_lasts(
+    model: nn.Module, example: ExampleCall, watch: Runner | None
+) -> fx.GraphModule:
+    """Trace until all is kept whole that keeps something for its next call."""
+    lasting: dict[Whole, str] = {}
+    while True:
+        findings = Findings(lasting=lasting)
+        with noting_changes() as changes:
+            gm = _traced(model, example, findings, watch)
+        if findings.sizes.read:
+            gm = _for_other_batches(gm, model, example, findings, watch)
+        kept = remembering(gm, model, example, changes, lasting)
+        if not kept:
+            return gm
+        lasting |= kept
 
 
 def _traced(

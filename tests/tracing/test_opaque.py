@@ -261,6 +261,36 @@ def test_tracing_ends_when_an_opaque_module_gets_what_a_graph_cannot_hold() -> N
     assert "passes a object, which a graph cannot hold" in opaque(gm)["inner"]
 
 
+def gated_by_half(x: Tensor, width: int) -> Tensor:
+    return torch.tanh(x[:, :width]) * torch.sigmoid(x[:, width:])
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.script = nn.Linear(4, 4), torch.jit.script(gated_by_half)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.script(self.linear(x), x.shape[1] // 2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_functions_of_torch_script_are_followed_by_their_code() -> None:
+    model, x = Gated(), torch.randn(3, 4)
+    gm = trace(model, x[:2])
+    assert targets(gm)[-1] == "mul"
+    assert not opaque(gm)
+    torch.testing.assert_close(gm(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_code_that_does_another_thing_than_its_script_is_refused() -> None:
+    model = Gated()
+    setattr(model.script, "_torchdynamo_inline", lambda x, width: x[:, width:])  # noqa: B010
+    with pytest.raises(TraceError, match="TorchScript does not compute what the Python of <lambda> does"):
+        trace(model, torch.randn(3, 4))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 def test_a_part_that_torchscript_has_compiled_stays_whole() -> None:
     model = Around(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
