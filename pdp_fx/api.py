@@ -201,6 +201,10 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
     """Refuse what can be told without looking at the graph."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"prepare needs a torch.nn.Module, got {described(model)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SpecError(
+            "the model is compiled by TorchScript; prepare the Python model and script the converted one"
+        )
     if not isinstance(spec, PruneSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = rule_text(spec) if isinstance(spec, Unstructured | NM | Channels) else "Unstructured(0.9)"
         raise SpecError(f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec({rule})")

@@ -79,7 +79,7 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
     lazy = without_shape(model)
     if lazy is not None:
         raise TraceError(f"{lazy} has no shape yet; run the model once before tracing it")
-    _refuse_sparse(model, example)
+    _refuse_unfit(model, example)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -196,14 +196,18 @@ def without_shape(model: nn.Module) -> str | None:
     return next((name for name, tensor in named if is_lazy(tensor)), None)
 
 
-def _refuse_sparse(model: nn.Module, example: ExampleCall) -> None:
-    """Sparse tensors have no memory of their own, by which a recording tells tensors apart."""
+def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
+    """Refuse tensors without memory of their own, by which a recording tells them apart, and no example."""
+    given = list(tensors((example.args, example.kwargs)))
     named = [*model.named_parameters(), *model.named_buffers()]
-    named += [("an example input", tensor) for tensor in tensors((example.args, example.kwargs))]
-    for name, tensor in named:
+    for name, tensor in [*named, *(("an example input", tensor) for tensor in given)]:
+        if tensor.is_nested:
+            raise TraceError(f"{name} is a nested tensor, which cannot be traced; give it padded")
         if tensor.layout is not torch.strided:
             kind = str(tensor.layout).removeprefix("torch.")
             raise TraceError(f"{name} is stored as {kind}, which cannot be traced; give it as to_dense()")
+    if given and not any(tensor.numel() for tensor in given):
+        raise TraceError("the example inputs are empty tensors; give at least one example")
 
 
 def _trace_symbolically(model: nn.Module) -> fx.GraphModule:

@@ -202,6 +202,21 @@ REFUSED = {
         SpecError,
         r"mac_reduction=0.99 cannot be reached: removing every channel that may go saves 0\.\d+",
     ),
+    "compiled model": (
+        lambda: torch.jit.trace(nn.Linear(8, 8), ROWS),
+        at_once(Unstructured(0.5)),
+        ROWS,
+        SpecError,
+        "compiled by TorchScript; prepare the Python model",
+    ),
+    "no example": (Mlp, at_once(Unstructured(0.5)), ROWS[:0], TraceError, "give at least one example"),
+    "nested example": (
+        Mlp,
+        at_once(Unstructured(0.5)),
+        torch.nested.nested_tensor([ROWS, ROWS[:1]], layout=torch.jagged),
+        TraceError,
+        "an example input is a nested tensor",
+    ),
     "two mac targets": (
         Mlp,
         at_once(Channels(mac_reduction=0.3), {"fc1": Channels(mac_reduction=0.4)}),
@@ -212,6 +227,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("make", "spec", "inputs", "kind", "message"), REFUSED.values(), ids=REFUSED)
 def test_bad_input_is_refused_with_a_clear_error(
     make: Callable[[], nn.Module], spec: PruneSpec, inputs: Tensor, kind: type[Exception], message: str
