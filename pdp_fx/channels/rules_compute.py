@@ -139,6 +139,8 @@ def _depthwise(
     """
     rows = axis_layer(weight, 0, flow)
     if rows is None:
+        if read is not None:
+            flow.freeze(read.ids, "their kernels in a depthwise convolution are no channels")
         return None
     if read is None:
         flow.freeze(rows.ids, "a depthwise convolution passes on values that have no channels")

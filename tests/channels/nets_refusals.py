@@ -405,7 +405,16 @@ class LearnedSoftmaxPool(nn.Module):
         return self.head((self.stem(x) * self.score(x).softmax(-1)).sum(-1))
 
 
+class RepeatedKernel(Between):
+    """A kernel of ones is repeated for so many channels, whatever becomes of them; a norm reads them, too."""
+
+    def act(self, x: Tensor) -> Tensor:
+        x = F.group_norm(x, 4)
+        return F.conv_transpose2d(x, x.new_ones(1, 1, 2, 2).repeat(8, 1, 1, 1), groups=8, stride=2)
+
+
 REFUSALS = (
+    Construct(RepeatedKernel, images(), removed=3, reason="their kernels in a depthwise convolution"),
     Construct(SoftmaxOverChannels, images(), removed=3, reason="softmax runs over these channels"),
     Construct(LocalResponseNorm, images(), removed=3, reason="over these channels"),
     Construct(GroupNorm, images(), removed=7),
