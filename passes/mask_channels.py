@@ -46,6 +46,7 @@ class MaskChannels(Pass):
             return False
         found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
         called = {node.name: node for node in gm.graph.nodes}
+        trains = idle_in_eval(gm.graph) if exposed.computed else set[fx.Node]()
         norms = [(called[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
         placed: Placed = {}
         masked = set(slots)
@@ -53,9 +54,8 @@ class MaskChannels(Pass):
             carriers = [exposed.nodes[slot.tensor] for slot in group.members if slot in masked]
             carriers += [node for node, _, classes in norms if np.isin(classes, group.classes).any()]
             names = tuple(slot.tensor for slot in group.producers)
-            before = _gathered(
-                carriers, [exposed.computed[name] for name in names if name in exposed.computed]
-            )
+            computed = [exposed.computed[name] for name in names if name in exposed.computed]
+            before = _gathered(carriers, computed, trains)
             site = MaskSite(
                 names,
                 rule,
@@ -86,13 +86,12 @@ def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:
     return _found_in(group.classes, classes)
 
 
-def _gathered(carriers: list[fx.Node], computed: list[fx.Node]) -> fx.Node:
+def _gathered(carriers: list[fx.Node], computed: list[fx.Node], trains: set[fx.Node]) -> fx.Node:
     """Where a mask can be computed: ahead of what it multiplies, and behind the computed weights it reads.
 
     These are computed earlier if they have to be, with the steps of training that belong to them: they depend
     on nothing that the model is given.
     """
-    trains = idle_in_eval(computed[0].graph) if computed else set[fx.Node]()
     chain = [source for weight in computed for source in computed_with(weight, trains)]
     users = [user for weight in computed for user in weight.users]
     before = min(node for node in [*carriers, *users] if node not in chain)
