@@ -12,7 +12,6 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.computed_weights import (
     Effect,
     Standing,
-    attribute,
     effects,
     idle_in_eval,
     read_before_written,

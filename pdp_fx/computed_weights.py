@@ -271,15 +271,9 @@ def _used_by(gm: fx.GraphModule, node: fx.Node, names: Mapping[int, str], stored
         return set()
     called = called_module(node)
     inside = [] if called is None else [*gm.get_submodule(called).parameters()]
-    given = [attribute(gm, str(source.target)) for source in node.all_input_nodes if source.op == "get_attr"]
+    given = [attribute(gm, source.target) for source in node.all_input_nodes if source.op == "get_attr"]
     used = [each for each in (*inside, *given) if isinstance(each, nn.Parameter)]
     return {names[id(each)] for each in used if each.requires_grad or node in stored}
-
-
-def attribute(gm: fx.GraphModule, target: str) -> object:
-    """What the path of a `get_attr` node leads to."""
-    owner, _, name = target.rpartition(".")
-    return getattr(gm.get_submodule(owner), name)
 
 
 def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:
