@@ -15,8 +15,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from pdp_fx.channels.running import evaluating
+from pdp_fx.ops.kinds import kind_of
+from pdp_fx.tracing.functions import acts_in_place
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, Inputs, example_call, place_arguments
-from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.replacing import ALONE
 
 
@@ -82,6 +84,15 @@ def shapes(gm: fx.GraphModule, inputs: Inputs) -> dict[str, tuple[int, ...]]:
 @contextlib.contextmanager
 def trial(gm: fx.GraphModule) -> Generator[None]:
     """Run things in eval mode and with fixed random numbers; ``gm`` is put back as it was."""
-    with ALONE, preserved(gm), evaluating(gm), torch.no_grad():
+    keeping = unwritten(gm) if _may_write(gm) else contextlib.nullcontext()
+    with ALONE, keeping, preserved(gm), evaluating(gm), torch.no_grad():
         torch.manual_seed(0)
         yield
+
+
+def _may_write(gm: fx.GraphModule) -> bool:
+    """Whether a run may write to parameters: in place, or inside a module whose code is not known."""
+    if any(map(acts_in_place, gm.graph.nodes)):
+        return True
+    called = (gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module")
+    return any(kind_of(module) is None and next(module.parameters(), None) is not None for module in called)

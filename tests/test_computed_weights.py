@@ -268,6 +268,30 @@ def test_weights_that_change_while_training_are_those_that_the_model_uses(
     check_converted(model, prepared.eval(), [(x,)])
 
 
+class IteratedInEval(nn.Linear):
+    """Spectral norm as it is often written by hand: every call goes a step on, in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.left = nn.Parameter(functional.normalize(torch.randn(8), dim=0), requires_grad=False)
+        self.right = nn.Parameter(functional.normalize(torch.randn(8), dim=0), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.right.data = functional.normalize(self.weight.data.t() @ self.left.data, dim=0)
+        self.left.data = functional.normalize(self.weight.data @ self.right.data, dim=0)
+        return functional.linear(input, self.weight / self.left.dot(self.weight.mv(self.right)), self.bias)
+
+
+def test_convert_leaves_no_steps_of_its_own_runs_in_the_weights() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(IteratedInEval(), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=AT_ONCE), x)
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    for _ in range(2):
+        torch.testing.assert_close(converted(x), prepared(x))
+
+
 def test_computed_weights_are_explained() -> None:
     _, prepared, _ = norm_free(Channels(ratio=0.5))
     found = pdp_fx.explain(prepared)
