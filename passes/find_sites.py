@@ -20,9 +20,11 @@ from pdp_fx.computed_weights import (
     writes,
 )
 from pdp_fx.errors import SpecError
-from pdp_fx.example_inputs import trial
+from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
+from pdp_fx.raw_reads import RawReads
+from pdp_fx.tracing.inputs import Inputs
 from pdp_fx.tracing.modes import called_module, called_modules
 
 
@@ -71,7 +73,7 @@ class FindSites(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         if ctx.find(Sites) is None:
             with trial(gm):
-                ctx.put(_sites(gm))
+                ctx.put(_sites(gm, ctx.example_inputs))
         return False
 
     def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:
@@ -83,7 +85,7 @@ OUTDATED = "the model writes to it while it trains, after it has read it"
 """Why a parameter stays whose masked value would not be up to date."""
 
 
-def _sites(gm: fx.GraphModule) -> Sites:
+def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     names = owned_names(gm)
     uses: dict[str, list[_Use]] = {}
     outdated = read_before_written(gm, names)
@@ -94,7 +96,7 @@ def _sites(gm: fx.GraphModule) -> Sites:
     stand_ins = computed.stand_ins()
     whole = {name: by for by in stand_ins if by.needed for name in by.sources}
     standing = {by.parameter for by in whole.values()}
-    barred = _barred(gm, names) | dict.fromkeys(outdated - standing, OUTDATED)
+    barred = _barred(gm, names, inputs) | dict.fromkeys(outdated - standing, OUTDATED)
     weights = tuple(_site(name, found, whole.get(name), barred.get(name)) for name, found in uses.items())
     written, trains = writes(gm, names).items(), idle_in_eval(gm.graph)
     trained = frozenset(name for node, found in written if node in trains for name in found)
@@ -162,25 +164,33 @@ def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> li
     return found
 
 
-def _barred(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
+def _barred(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) -> dict[str, str]:
     """Parameters that stay, with the reasons.
 
-    They are not real numbers, or modules kept whole use them other than as weights of known layers.
+    They are not real numbers, or modules kept whole use them other than as weights of known layers, or other
+    than by calling these.
     """
     found = {
         name: f"its numbers are {parameter.dtype}, and only real ones can be ranked"
         for name, parameter in gm.named_parameters()
         if not parameter.is_floating_point()
     }
-    for target in called_modules(gm.graph):
-        module = gm.get_submodule(target)
-        for layer in () if kind_of(module) is not None else module.modules():
+    called = {target: gm.get_submodule(target) for target in called_modules(gm.graph)}
+    wholes = {target: module for target, module in called.items() if kind_of(module) is None}
+    for target, module in wholes.items():
+        for layer in module.modules():
             kind = kind_of(layer)
             known = kind.weights_of(layer) if kind is not None else ()
             for name, tensor in layer.named_parameters(recurse=False):
                 if name not in known:
                     why = f"{target} uses it inside itself, too, out of reach of a mask"
                     found.setdefault(names[id(tensor)], why)
+    inside = [layer for module in wholes.values() for layer in layers_in(module)]
+    if inside and inputs is not None:
+        args, kwargs = fresh(inputs)
+        raw = RawReads(wholes.values(), inside).run(lambda: gm(*args, **kwargs))
+        why = "a module that is kept whole reads it without calling its layer, out of reach of a mask"
+        found = {names[parameter]: why for parameter in raw} | found
     return found
 
 

@@ -32,9 +32,9 @@ class LabelWatch:
     def __call__(self, gm: fx.GraphModule, call: ExampleCall) -> Any:
         """Run ``gm`` in eval mode and return what it gives."""
         self.record = None
-        ctx = Context(self._spec)
-        FindSites().run(gm, ctx)
         inputs = (call.args, dict(call.kwargs))
+        ctx = Context(self._spec, inputs)
+        FindSites().run(gm, ctx)
         sites = self.sites = ctx.get(Sites)
         observed = observe(gm, inputs, sites.out_of_reach, stand_ins=sites.stand_ins)
         self.record = observed.record

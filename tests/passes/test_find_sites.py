@@ -143,3 +143,22 @@ def test_complex_weights_stay_with_a_reason() -> None:
     small = pdp_fx.convert(prepared)
     assert small(x).equal(prepared.eval()(x))
     assert int((small.get_parameter("head.weight") == 0).sum()) == 16
+
+
+class ReadsInside(nn.Module):
+    """Decides by its data; calls one layer, whose dtype it asks for, and takes the weight of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.called(x.to(self.called.weight.dtype))
+        return functional.linear(x, self.read.weight) if x.sum() > -1e9 else x
+
+
+def test_a_weight_that_is_read_without_calling_its_layer_stays_where_no_mask_reaches_it() -> None:
+    found = sites(nn.Sequential(ReadsInside(), nn.Linear(8, 2)), torch.randn(2, 8))
+    unfit = {site.parameter: site.unfit for site in found.weights}
+    assert not unfit["0.called.weight"]
+    assert "reads it without calling its layer" in unfit["0.read.weight"]
