@@ -31,6 +31,9 @@ Values = dict[str, Tensor]
 TRIES = 4
 """How many single zeros are tried; some may hit what is cut off before the weight is used."""
 
+SWITCH = When(torch._C._set_grad_enabled)
+"""What turns gradients off or on for a step of training."""
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -168,7 +171,7 @@ class Standing:
         together = set(computed_with(weight, self._idle))
         others = {node for node in self._idle - steps if acts_in_place(node)}
         own = (self._idle - others).union(sources_of(weight))
-        switches = [node for node in together if node.name.startswith("when_set_grad_enabled")]
+        switches = [node for node in together if node.target == SWITCH]
         return not steps or (steps <= together <= own & self._stored and len(switches) % 2 == 0)
 
     def _only_serves(self, name: str, sources: list[fx.Node]) -> bool:
