@@ -16,7 +16,7 @@ from torch import fx, nn
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import read_to_write
+from pdp_fx.computed_weights import idle_in_eval, read_to_write, writes
 from pdp_fx.example_inputs import trial
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import attribute, kind_of, named_modules, owned_names
@@ -134,7 +134,7 @@ def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) ->
     What writes to parameters in training mode goes on reading and writing them as they are, without masks.
     """
     with trial(gm):
-        writing = read_to_write(gm, names)
+        writing = read_to_write(gm.graph, writes(gm, names), idle_in_eval(gm.graph))
 
     def uses(user: fx.Node) -> bool:
         return user not in writing

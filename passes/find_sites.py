@@ -88,7 +88,8 @@ OUTDATED = "the model writes to it while it trains, after it has read it"
 def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     names = owned_names(gm)
     uses: dict[str, list[_Use]] = {}
-    outdated = read_before_written(gm, names)
+    written, trains = writes(gm, names), idle_in_eval(gm.graph)
+    outdated = read_before_written(gm, names, written, trains)
     computed = _Computed(gm, names, outdated)
     for node in gm.graph.nodes:
         for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
@@ -98,15 +99,14 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     standing = {by.parameter for by in whole.values()}
     barred = _barred(gm, names, inputs) | dict.fromkeys(outdated - standing, OUTDATED)
     weights = tuple(_site(name, found, whole.get(name), barred.get(name)) for name, found in uses.items())
-    written, trains = writes(gm, names).items(), idle_in_eval(gm.graph)
-    trained = frozenset(name for node, found in written if node in trains for name in found)
+    trained = frozenset(name for node, found in written.items() if node in trains for name in found)
     always = {
         name: f"which %{node.name} writes to"
-        for node, found in written
+        for node, found in written.items()
         if node not in trains
         for name in found
     }
-    late = dict.fromkeys(outdated, "which the model writes to while it trains, after it has read it")
+    late = dict.fromkeys(outdated, f"as {OUTDATED}")
     return Sites(weights, late | always | _used_inside(gm, names), stand_ins, trained)
 
 

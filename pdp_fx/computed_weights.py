@@ -28,6 +28,9 @@ from pdp_fx.tracing.watch import storage_of
 
 Values = dict[str, Tensor]
 
+Writes = dict[fx.Node, set[str]]
+"""Nodes that write to parameters, with the parameters' names."""
+
 TRIES = 4
 """How many single zeros are tried; some may hit what is cut off before the weight is used."""
 
@@ -208,11 +211,16 @@ def idle_in_eval(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def read_to_write(gm: fx.GraphModule, names: Mapping[int, str]) -> set[fx.Node]:
-    """The nodes that write to parameters in training mode only, and what serves nothing else."""
-    trains = idle_in_eval(gm.graph)
-    found = {node for node in writes(gm, names) if node in trains}
-    for node in reversed(gm.graph.nodes) if found else ():
+def read_to_write(graph: fx.Graph, written: Writes, trains: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that write to parameters in training mode only, and what serves nothing else.
+
+    Args:
+        graph: the graph.
+        written: what its `writes` are.
+        trains: what is `idle_in_eval` in it.
+    """
+    found = trains.intersection(written)
+    for node in reversed(graph.nodes) if found else ():
         if node in trains and node.users and found.issuperset(node.users):
             found.add(node)
     return found
@@ -223,7 +231,7 @@ def _only_trains(node: fx.Node) -> bool:
     return isinstance(flag, fx.Node) and flag.target is getattr and str(flag.args[1]) == "training"
 
 
-def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> dict[fx.Node, set[str]]:
+def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> Writes:
     """The nodes that write to parameters, be it through a view or in training mode only, with their names.
 
     Args:
@@ -248,7 +256,9 @@ def memory_written(gm: fx.GraphModule, node: fx.Node, stored: set[fx.Node]) -> s
     return {storage_of(value) for value in tensors(values)}
 
 
-def read_before_written(gm: fx.GraphModule, names: Mapping[int, str]) -> set[str]:
+def read_before_written(
+    gm: fx.GraphModule, names: Mapping[int, str], written: Writes, trains: set[fx.Node]
+) -> set[str]:
     """The parameters that training steps write to after they have been read for anything else.
 
     What was made of them is then not what they are: a masked value would not follow, and its gradient needs
@@ -257,8 +267,10 @@ def read_before_written(gm: fx.GraphModule, names: Mapping[int, str]) -> set[str
     Args:
         gm: the graph module, inside a `trial` of it.
         names: the name of every parameter and buffer by its id.
+        written: what its `writes` are.
+        trains: what is `idle_in_eval` in its graph.
     """
-    writing, written = read_to_write(gm, names), writes(gm, names)
+    writing = read_to_write(gm.graph, written, trains)
     stored, read, found = stored_nodes(gm), set[str](), set[str]()
     for node in gm.graph.nodes if writing else ():
         if node in writing:

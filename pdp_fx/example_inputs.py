@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from pdp_fx.channels.running import evaluating
+from pdp_fx.computed_weights import stored_nodes
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.tracing.functions import acts_in_place
+from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, Inputs, example_call, place_arguments
 from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.replacing import ALONE
@@ -92,7 +93,9 @@ def trial(gm: fx.GraphModule) -> Generator[None]:
 
 def _may_write(gm: fx.GraphModule) -> bool:
     """Whether a run may write to parameters: in place, or inside a module whose code is not known."""
-    if any(map(acts_in_place, gm.graph.nodes)):
+    acting = [node for node in gm.graph.nodes if acts_in_place(node)]
+    stored = stored_nodes(gm) if acting else set[fx.Node]()
+    if not all(stored.isdisjoint(written_by(node)) for node in acting):
         return True
     called = (gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module")
     return any(kind_of(module) is None and next(module.parameters(), None) is not None for module in called)

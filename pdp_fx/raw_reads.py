@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-ABOUT = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_leaf", "is_sparse")
-METADATA: frozenset[Any] = frozenset(
-    [getattr(Tensor, name).__get__ for name in ABOUT]
-    + [Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_contiguous]
-)
-"""What tells nothing of a tensor's numbers."""
+from pdp_fx.tracing.functions import SIZES, name_of, only_looks
 
 
 class RawReads(TorchFunctionMode):
@@ -59,7 +54,9 @@ class RawReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._running and self._running[-1] not in self._layers and func not in METADATA:
+        name = name_of(func)
+        looks = name in SIZES or only_looks(name, len(args))
+        if self._running and self._running[-1] not in self._layers and not looks:
             for given in (*args, *(kwargs or {}).values()):
                 for each in given if isinstance(given, list | tuple) else (given,):
                     if isinstance(each, nn.Parameter) and id(each) in self._owned:

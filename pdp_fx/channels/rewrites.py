@@ -16,6 +16,7 @@ from torch.nn import functional
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
 from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits
+from pdp_fx.ops.products import operation_name
 
 GROUPS = 6
 """The place of the number of groups among the arguments of a convolution, transposed or not."""
@@ -172,10 +173,13 @@ def _unfold_fits(node: fx.Node, record: Record) -> bool:
 
 def _as_before(node: fx.Node, job: Job) -> None:
     """The numbers that the node is told stay what they were, whatever they were computed from."""
-    node.args = tuple(
-        job.number(given) if isinstance(given, fx.Node) and given.name in job.changing else given
-        for given in node.args
-    )
+    node.args = tuple(_unchanged(given, job) for given in node.args)
+
+
+def _unchanged(given: Any, job: Job) -> Any:
+    """What gives the number that it gave, although it may have been computed from a number of channels."""
+    changing = isinstance(given, fx.Node) and given.name in job.changing
+    return job.mended(given, job.number(given)) if changing else given
 
 
 def _groups(node: fx.Node, job: Job) -> None:
@@ -185,7 +189,7 @@ def _groups(node: fx.Node, job: Job) -> None:
     if job.number(given) == channels and job.source.changes(1):
         groups = job.resized(job.source, 1, given)
     elif job.told(node):
-        groups = job.mended(given, job.number(given)) if isinstance(given, fx.Node) else given
+        groups = _unchanged(given, job)
     else:
         return
     if len(node.args) > GROUPS:
@@ -197,7 +201,6 @@ def _groups(node: fx.Node, job: Job) -> None:
 _SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split)
 _NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
-_AS_BEFORE = Rewrite(_as_before)
 _ROLL, _SUBSCRIPT = Rewrite(_roll, _roll_fits), Rewrite(subscript, subscript_fits)
 
 RESIZERS: dict[Any, Rewrite] = {
@@ -214,7 +217,7 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
-    "torchvision.deform_conv2d": _AS_BEFORE, "torchvision.deform_conv2d.default": _AS_BEFORE,
+    "torchvision::deform_conv2d": Rewrite(_as_before),
 }  # fmt: skip
 """Functions and methods that are told sizes, with the way to tell them new ones."""
 
@@ -257,7 +260,7 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
         return MODULE_RESIZERS.get(type(gm.get_submodule(str(node.target))))
     if node.target in GROUPED:
         return _GROUPS
-    return NORMS.get(node.target) or RESIZERS.get(node.target) or RESIZERS.get(str(node.target))
+    return NORMS.get(node.target) or RESIZERS.get(node.target) or RESIZERS.get(operation_name(node.target))
 
 
 def always_told(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, compress, shaped
 from pdp_fx.channels.record import Call
-from pdp_fx.channels.rules_compute import along, consume
+from pdp_fx.channels.rules_compute import along, consume, count_product
 from pdp_fx.channels.rules_pointwise import put_sum
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
     if columns is not None:
         flow.produce(columns, right_tensor, left_tensor)
     layers = [layer for layer in (rows, columns) if layer is not None]
-    _count(left_tensor, right_tensor, flow)
+    count_product(left_tensor, right_tensor, (None, None), flow)
     batch = _batch_layer(along(left, 0), along(right, 0), flow)
     if batch is not None:
         layers.append(batch)
@@ -92,20 +92,11 @@ def _matrices(tensor: Tensor, flow: LabelFlow) -> list[Layer]:
     """The layers along the rows or the columns of a stack of matrices; others stay."""
     why = "these channels lie along another axis than the vectors or their places"
     stacked = frozenset(range(tensor.ndim - 2))
-    kept = [flow.without(layer, stacked, why) for layer in flow.layers(tensor)]
+    kept = flow.all_without(flow.layers(tensor), stacked, why)
     for layer in kept:
-        if layer is not None and len(layer.support) > 1:
+        if len(layer.support) > 1:
             flow.freeze(layer.ids, "these channels lie along two axes of a matrix")
-    return [layer for layer in kept if layer is not None and len(layer.support) == 1]
-
-
-def _count(left: Tensor, right: Tensor, flow: LabelFlow) -> None:
-    """Count the product if one of its operands is a parameter."""
-    for weight, other in ((right, left), (left, right)):
-        if flow.is_stored(weight):
-            inner = weight.shape[-2 if weight is right else -1]
-            flow.contract(weight, other, other.numel() // max(inner, 1), None)
-            return
+    return [layer for layer in kept if len(layer.support) == 1]
 
 
 def _batch_layer(left: Layer | None, right: Layer | None, flow: LabelFlow) -> Layer | None:

@@ -210,10 +210,7 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None,
             if len(layer.support) > 1:
                 flow.freeze(layer.ids, "it lies along both axes of a matrix")
     read, columns = axis_layer(left, 1, flow), axis_layer(right, 0, flow)
-    if flow.is_stored(right):
-        flow.contract(right, left, left.shape[0], None if read is None else read.ids.reshape(-1))
-    else:
-        flow.contract(left, right, right.shape[1], None if columns is None else columns.ids.reshape(-1))
+    count_product(left, right, (read, columns), flow)
     consume(read, columns, flow)
     rows, made = axis_layer(left, 0, flow), axis_layer(right, 1, flow)
     if rows is not None:
@@ -221,6 +218,17 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None,
     if made is not None:
         flow.produce(made, right, left)
     put_sum([layer for layer in (rows, made) if layer is not None], added, call, flow)
+
+
+def count_product(
+    left: Tensor, right: Tensor, read: tuple[Layer | None, Layer | None], flow: LabelFlow
+) -> None:
+    """Count a product, of stacks of matrices too, if one operand is stored; ``read`` is what each reads."""
+    for weight, other, axis, inputs in ((right, left, -2, read[0]), (left, right, -1, read[1])):
+        if flow.is_stored(weight):
+            positions = other.numel() // max(weight.shape[axis], 1)
+            flow.contract(weight, other, positions, None if inputs is None else inputs.ids.reshape(-1))
+            return
 
 
 @rule(aten.mv)

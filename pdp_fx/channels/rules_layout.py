@@ -124,7 +124,7 @@ def free_layer(tensor: Tensor, axis: int, zero: bool, flow: LabelFlow) -> Layer:
     """New labels for an axis of ``tensor`` along which all values are the same."""
     ids = shaped(flow.record.ties.fresh(tensor.shape[axis]), axis, tensor.ndim)
     layer = Layer(ids, torch.full_like(ids, zero, dtype=torch.bool), free=True)
-    flow.sized.append(Sized(layer, layer))
+    flow.sized.append(Sized(layer, layer, shaped=True))
     return layer
 
 

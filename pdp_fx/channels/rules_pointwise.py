@@ -155,8 +155,8 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
     sources = [layer.needs[0] for _, layer in cluster]
     operands = [operand for operand, _ in cluster]
     flags = [layer.zero.expand(shape) for _, layer in cluster]
-    zero, needed = _zero_of(call, operands, flags)
     flagged = frozenset(operand for operand, flag in zip(operands, flags, strict=True) if bool(flag.any()))
+    zero, needed = _zero_of(call, operands, flags, flagged)
     if flagged and not bool(zero.all()) and breaks_at_zero(call, flagged):
         why = f"{call.func.overloadpacket.__name__} of 0 is no finite number"
         for _, layer in cluster:
@@ -164,11 +164,14 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
     return Layer(widest.ids.expand(shape), zero, tuple(sources[index] for index in needed))
 
 
-def _zero_of(call: Call, operands: list[int], flags: list[Tensor]) -> tuple[Tensor, tuple[int, ...]]:
-    """Where the result vanishes, and the smallest set of operands that suffices for it."""
+def _zero_of(
+    call: Call, operands: list[int], flags: list[Tensor], flagged: frozenset[int]
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Where the result vanishes, and the smallest set of operands that suffices for it.
+
+    What is divided by something that vanishes with it, as one of the ``flagged`` may, is no 0.
+    """
     zero = torch.zeros_like(flags[0])
-    # What is divided by something that vanishes with it is no 0.
-    flagged = frozenset(operand for operand, flag in zip(operands, flags, strict=True) if bool(flag.any()))
     best: tuple[int, ...] = tuple(range(len(operands)))
     found = False
     for count in range(1, len(operands) + 1):

@@ -22,11 +22,16 @@ _WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(_MATMUL, ((0, -1), (1, -2))),
     **dict.fromkeys(_ADDMM, ((1, -1), (2, -2))),
     **dict.fromkeys((torch.inner, "inner"), ((0, -1), (1, -1))),
-    **dict.fromkeys(("torchvision.deform_conv2d", "torchvision.deform_conv2d.default"), ((1, 1),)),
+    "torchvision::deform_conv2d": ((1, 1),),
 }
 """By function, method or the name of an operation: the places of what may be the weight, with that axis."""
 
 _NAMES = {0: ("input",), 1: ("weight", "mat1", "batch1", "mat2", "other"), 2: ("mat2", "batch2")}
+
+
+def operation_name(target: object) -> str:
+    """The name of a registered operation, such as ``torchvision::nms`` of a library that may be absent."""
+    return getattr(getattr(target, "overloadpacket", target), "_qualified_op_name", "")
 
 
 def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
@@ -34,7 +39,7 @@ def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     if node.target is torch.einsum:
         return _einsum_operands(node)
     found: list[tuple[fx.Node, int]] = []
-    for position, axis in _WEIGHTS.get(node.target, _WEIGHTS.get(str(node.target), ())):
+    for position, axis in _WEIGHTS.get(node.target, _WEIGHTS.get(operation_name(node.target), ())):
         named = (node.kwargs[name] for name in _NAMES[position] if name in node.kwargs)
         operand = node.args[position] if position < len(node.args) else next(named, None)
         if isinstance(operand, fx.Node):

@@ -85,6 +85,11 @@ def _misnamed() -> dict[Any, str]:
 _MISNAMED = _misnamed()
 
 
+def only_looks(name: str, arguments: int) -> bool:
+    """Whether a function with this name and number of arguments tells nothing of a tensor's numbers."""
+    return name in METADATA and not (name == "type" and arguments > 1)
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a torch function; for the getter of a tensor's property, the property's name."""
     name = _MISNAMED.get(function) or getattr(function, "__name__", type(function).__name__)

@@ -30,7 +30,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     read = _READS.get(name)
     if read is not None and args and isinstance(args[0], torch.Tensor):
         return read(recorder, *args, **kwargs)
-    if name in functions.METADATA and not (name == "type" and len(args) > 1):
+    if functions.only_looks(name, len(args)):
         return recorder.run(function, args, kwargs)
     result = recorder.function(function, args, kwargs)
     if name in ("split", "unbind"):

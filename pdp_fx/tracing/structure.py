@@ -94,7 +94,7 @@ def _leaves(value: Any, kinds: tuple[type, ...], seen: set[int]) -> Iterator[Any
     if isinstance(value, kinds):
         yield value
         return
-    if isinstance(value, (*BASE_TYPES, torch.Tensor)) or id(value) in seen:
+    if isinstance(value, BASE_TYPES) or id(value) in seen:
         return
     seen.add(id(value))
     for _, _, part in children(value):

@@ -48,6 +48,18 @@ class RegionsPooled(RegionsAligned):
     pool: Any = staticmethod(ops.roi_pool)
 
 
+class RegionsByPosition(RegionsAligned):
+    """An operation of another package that has no rule: four channels become one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2 * 4, 5)
+        self.conv = nn.Sequential(conv_bn(3, 6), conv_bn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(ops.ps_roi_align(self.conv(x).relu(), _boxes(x), 2).flatten(1))
+
+
 class RegionsOfTwoScales(nn.Module):
     """Regions are pooled from one of two images, as in a feature pyramid: both have the same channels."""
 
@@ -132,6 +144,7 @@ REGIONS = (
     Construct(DeformableInGroups, images(), removed=4, reason="has groups of these channels"),
     Construct(RegionsAligned, images(), removed=4),
     Construct(RegionsPooled, images(), removed=4),
+    Construct(RegionsByPosition, images(), removed=3, reason="no channel rule for ps_roi_align"),
     Construct(RegionsOfTwoScales, images(), removed=4, batches=False),
     Construct(
         ChosenByFunction, images(), removed=3, reason="_brightest decides by its data what it does: it"

@@ -57,6 +57,14 @@ class SingleChannelGate(Between):
         return x * torch.sigmoid(self.gate(x))
 
 
+class SpreadGate(SingleChannelGate):
+    """The gate is given the shape of what it gates, all its channels alike, before they meet."""
+
+    def act(self, x: Tensor) -> Tensor:
+        values, gate = torch.broadcast_tensors(x, self.gate(x))
+        return values * torch.sigmoid(gate)
+
+
 class FirstChannelExpanded(Between):
     def act(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(x[:, :1].expand(-1, 8, -1, -1))
@@ -365,6 +373,7 @@ SIZES = (
     Construct(NewZeros, images(), removed=7),
     Construct(FoldedIntoBatch, images(), removed=3),
     Construct(SingleChannelGate, images(), removed=7),
+    Construct(SpreadGate, images(), removed=7),
     Construct(FirstChannelExpanded, images(), removed=3),
     Construct(Maxout, images(), removed=8),
     Construct(GroupMeans, images(), removed=3),
