@@ -33,6 +33,7 @@ from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
+from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unscripting import unscripted
 from pdp_fx.tracing.verify import Runner, run
 from pdp_fx.tracing.waiving import waive
@@ -84,6 +85,7 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
         torch.inference_mode(False),
         torch.enable_grad(),
         replaced(functional, "_verify_batch_size", _accept),
+        unfused_attention(),
         unwritten(model),
     ):
         with unscripted() as scripts:

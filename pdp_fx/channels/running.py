@@ -18,6 +18,7 @@ from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.inputs import Inputs, place_arguments
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
+from pdp_fx.tracing.unfused import unfused_attention
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
 
@@ -123,13 +124,11 @@ def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
 def evaluating(gm: fx.GraphModule) -> Generator[None]:
     """Put every module into eval mode without the fused attention path, and back again."""
     modes = {module: module.training for module in gm.modules()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     gm.eval()
     try:
-        yield
+        with unfused_attention():
+            yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for module, training in modes.items():
             module.training = training
 

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 from torch.nn import functional
+from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdp_fx.tracing.casts import casting
+from pdp_fx.tracing.compiling import LOOKS_AT_MASK
 from pdp_fx.tracing.gradients import gradient_blocks
 from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of
@@ -57,6 +59,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
     with (
         replaced(builtins, "len", _length(recorder)),
         replaced(torch.compiler, "is_compiling", _is_compiling(recorder)),
+        replaced(transformer, LOOKS_AT_MASK, _looks_at_mask(recorder)),
         replaced(torch, "_check_tensor_all_with", _check_all(recorder)),
         # Its checks branch on numbers; they decide about errors only.
         replaced(Distribution, "_validate_args", False),
@@ -131,6 +134,16 @@ def _is_compiling(recorder: Recorder) -> Callable[[], bool]:
         return compiling_now()
 
     return is_compiling
+
+
+def _looks_at_mask(recorder: Recorder) -> Callable[..., bool]:
+    looks_now = getattr(transformer, LOOKS_AT_MASK)
+
+    def looks(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        recorder.findings.asked |= mask is not None and is_causal is None
+        return looks_now(mask, is_causal, size)
+
+    return looks
 
 
 @contextmanager

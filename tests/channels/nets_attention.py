@@ -391,6 +391,31 @@ class EncoderLayer(nn.Module):
         return self.layer(x)
 
 
+class EncoderWithStoredMask(nn.Module):
+    """torch compares a mask with the causal one, to tell attention; it is the same with and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return self.encoder(x, mask=self.get_buffer("mask")[:length, :length].to(x.dtype))
+
+
+class DecoderWithStoredMask(EncoderWithStoredMask):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.get_buffer("mask")[: x.shape[1], : x.shape[1]].to(x.dtype)
+        return self.decoder(x, self.encoder(x), tgt_mask=mask)
+
+
 class HiddenLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -453,6 +478,8 @@ ATTENTION = (
     Construct(HeadsBesideHeads, sequences(), removed=19),
     Construct(MultiheadModule, sequences(), removed=12),
     Construct(EncoderLayer, sequences(), removed=8),
+    Construct(EncoderWithStoredMask, sequences(), removed=16),
+    Construct(DecoderWithStoredMask, sequences(), removed=24),
     Construct(HiddenLayer, sequences(), removed=8),
     Construct(SwiGlu, sequences(), removed=8),
     Construct(SwiGluPacked, sequences(), removed=8),

@@ -244,6 +244,30 @@ def test_a_model_that_skips_work_unless_compiled_is_traced_as_compiled() -> None
     assert torch.equal(gm(*inputs), model(*inputs))
 
 
+def test_an_encoder_is_traced_without_a_look_at_its_masks() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True)
+    mask, padded = nn.Transformer.generate_square_subsequent_mask(3), torch.zeros(2, 3)
+    x = torch.randn(2, 3, 4)
+    gm = trace(model, {"src": x, "mask": mask, "src_key_padding_mask": padded})
+    assert not opaque(gm)
+    for other in (mask, mask.T, torch.zeros(3, 3)):
+        for cut_off in (padded, torch.tensor([[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])):
+            call = {"src": x, "mask": other, "src_key_padding_mask": cut_off}
+            torch.testing.assert_close(gm(**call), model(**call))
+
+
+def test_an_encoder_of_padded_sentences_is_traced_as_it_trains() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1)
+    padded = torch.tensor([[False, False, True], [False, False, False]])
+    gm = trace(model, {"src": torch.randn(2, 3, 4), "src_key_padding_mask": padded})
+    assert not opaque(gm)
+    for cut_off in (padded, ~padded[[1, 1]], padded.flip(0)):
+        call = {"src": torch.randn(2, 3, 4), "src_key_padding_mask": cut_off}
+        torch.testing.assert_close(gm(**call), model(**call), equal_nan=True)
+
+
 def test_tracing_ends_when_an_opaque_module_gets_what_a_graph_cannot_hold() -> None:
     class Takes(nn.Module):
         def forward(self, x: Tensor, how: object) -> Tensor:
