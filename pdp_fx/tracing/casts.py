@@ -59,7 +59,12 @@ def _stand_in(original: type, call: Callable[..., Any]) -> Any:
 
 _FUNCTIONS = {
     builtins: ("max", "min"),
-    math: ("exp", "gcd", "isqrt", "lcm", "log", "log2", "log10", "pow", "sqrt"),
+    math: tuple(
+        name
+        for name, function in vars(math).items()
+        # These ask the number itself.
+        if callable(function) and name not in ("__loader__", "ceil", "floor", "trunc")
+    ),
 }
 _NUMPY = ("arange", "array", "asarray", "full", "linspace", "ones", "prod", "zeros")
 """What makes arrays of sizes; a live number itself sees to the element-wise functions."""
@@ -110,6 +115,8 @@ def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]
         if sequence is not None and len(sequence) == 1:
             return sequence[0]
         result = function(*(plain(number) for number in numbers))
+        if isinstance(result, bool) or not isinstance(result, int | float):
+            note_fixed(leaves, session)
         return live(result, Expr(function, tuple(value_of(number, session) for number in numbers)), session)
 
     return call

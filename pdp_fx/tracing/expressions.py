@@ -74,6 +74,23 @@ def _is_tuple(target: ast.expr) -> bool:
     )
 
 
+def only_says(frame: FrameType) -> bool:
+    """Whether what the frame computes ends in a message, as in `print(...)` or `raise ...`."""
+    located = expression_at(frame)
+    for parent in reversed(located.parents if located is not None else ()):
+        if isinstance(parent, ast.stmt):
+            call = parent.value if isinstance(parent, ast.Expr) else None
+            return isinstance(parent, ast.Raise) or (isinstance(call, ast.Call) and _name(call) in _SAYING)
+    return False
+
+
+_SAYING = frozenset("print critical debug error exception info log warn warning write".split())
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
 def only_checks(frame: FrameType, value: bool) -> bool:
     """Whether the truth of a tensor, asked for by the frame, decides about nothing but an error.
 

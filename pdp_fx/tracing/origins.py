@@ -158,6 +158,7 @@ class Origins:
             if maker is not None:
                 maker.data |= step.data
                 maker.ragged |= step.ragged
+                maker.varies |= step.varies
         if returned and id(tensor) not in self._attributes:
             self._values[tensor] = step
         return observed or not returned

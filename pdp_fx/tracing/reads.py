@@ -91,17 +91,17 @@ def _dtype(recorder: Recorder, tensor: torch.Tensor) -> torch.dtype:
 
 
 def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
-    value, number = recorder.origins.value(tensor), recorder.run(torch.Tensor.item, (tensor,), {})
-    if is_data(value):
+    if is_data(recorder.origins.value(tensor)):
+        number = recorder.run(torch.Tensor.item, (tensor,), {})
         raise NumberReadError("uses the number in a tensor (item)", number)
-    return recorder.live(number, "item", value)
+    return recorder.function(torch.Tensor.item, (tensor,), {})
 
 
 def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
     """The truth of a tensor; if it depends on data, only a check may ask, and the graph checks too."""
-    truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
     if not is_data(recorder.origins.value(tensor)):
-        return truth
+        return recorder.function(torch.Tensor.__bool__, (tensor,), {})
+    truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):
         raise NumberReadError("branches on the numbers in a tensor", truth)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,6 +40,7 @@ from pdp_fx.tracing.steps import (
     is_data,
     is_ragged,
     may_change,
+    varies,
 )
 from pdp_fx.tracing.structure import has_tensors, tensors
 from pdp_fx.tracing.watch import Watch, storage_of
@@ -121,7 +123,10 @@ class Recorder:
         return result
 
     def _number(self, name: str, result: Any, step: Step) -> Any:
-        """A result without tensors: fine unless it tells something about numbers that may change."""
+        """A result without tensors: fine unless it tells something about numbers that may change.
+
+        Of numbers that follow from sizes, a single one stays a computation, and the graph checks others.
+        """
         if step.target is torch._assert and not is_data(step.args[0]):
             return result
         if result is None and step.op == "call_function":
@@ -129,7 +134,19 @@ class Recorder:
             return result
         if any(is_data(value) for value in all_values((step.args, step.kwargs))):
             raise NumberReadError(f"uses the numbers in a tensor ({name})", result)
+        if not step.varies:
+            return result
+        if isinstance(result, np.ndarray):
+            self.decided(Expr(operator.eq, (Expr("tolist", (self._added(step),)), result.tolist())))
+        elif name == "item":
+            return live(result, self._added(step), self.session)
+        elif isinstance(result, bool | int | float | list):
+            self.decided(Expr(operator.eq, (self._added(step), result)))
         return result
+
+    def _added(self, step: Step) -> Step:
+        self.steps.append(step)
+        return step
 
     def module(self, module: nn.Module, call: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a module: a leaf or an opaque one becomes one step, any other is traced through."""
@@ -325,6 +342,7 @@ class Recorder:
         step.random, step.updates = self.watch.random, self.watch.updates
         step.data = whole or step.random or any(is_data(value) for value in values)
         step.ragged = self.watch.ragged or any(is_ragged(value) for value in values)
+        step.varies = any(varies(value) for value in values)
         pairs = zip(operands, versions, strict=True)
         return result, tuple(tensor for tensor, before in pairs if _version(tensor) != before)
 

@@ -10,10 +10,11 @@ numbers; the graph checks that they come from the same ones.
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdp_fx.tracing.expressions import only_says
 from pdp_fx.tracing.source import is_users
 from pdp_fx.tracing.steps import Expr, Value
 
@@ -104,16 +105,22 @@ def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callab
             return number
         return live(number, Expr(call, (value_of(left, session), value_of(right, session))), session)
 
+    def repeated(self: Any, other: Any) -> Any:
+        """Let Python repeat a list as often as it is to be multiplied, if it is one."""
+        if call is operator.mul and isinstance(other, Sequence) and _is_asked_by_user(self.session, 3):
+            note_fixed((self,), self.session)
+        return NotImplemented
+
     def forward(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
-            return NotImplemented
+            return repeated(self, other)
         if type(self) is LiveInt and _is(other, _NEUTRAL_RIGHT.get(call)):
             return self
         return combine(self, other, self.session)
 
     def reflected(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
-            return NotImplemented
+            return repeated(self, other)
         if type(self) is LiveInt and _is(other, _NEUTRAL_LEFT.get(call)):
             return self
         return combine(other, self, self.session)
@@ -161,6 +168,17 @@ def _truth(self: Any) -> bool:
     return answer
 
 
+def _fixed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What users' code asks to pick something by a number, as from a dict: that holds for this number."""
+
+    def ask(self: Any, *args: Any) -> Any:
+        if _is_asked_by_user(self.session) and not only_says(sys._getframe(1)):
+            note_fixed((self,), self.session)
+        return call(plain(self), *args)
+
+    return ask
+
+
 def _cast(kind: type) -> Callable[[Any], Any]:
     def cast(self: Any) -> Any:
         number = plain(self)
@@ -187,9 +205,9 @@ def note_fixed(numbers: Iterable[Any], session: Session) -> None:
             _note(session, operator.eq, number, plain(number))
 
 
-def _is_asked_by_user(session: Session) -> bool:
-    """Whether users' code has called the method that asks this."""
-    return session.open and is_users(sys._getframe(2).f_code.co_filename)
+def _is_asked_by_user(session: Session, depth: int = 2) -> bool:
+    """Whether users' code has called the method that asks this, so many frames below."""
+    return session.open and is_users(sys._getframe(depth).f_code.co_filename)
 
 
 def _note(
@@ -214,7 +232,8 @@ def _equip(kind: Any) -> None:
         setattr(kind, f"__{call.__name__}__", _unary(call))
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         setattr(kind, f"__{name}__", _comparison(getattr(operator, name)))
-    kind.__hash__ = kind.__mro__[1].__hash__
+    for call in (hash, repr, format):
+        setattr(kind, f"__{call.__name__}__", _fixed(call))
     kind.__divmod__ = _divmod
     kind.__bool__ = _truth
     kind.__int__ = _cast(int)
@@ -222,5 +241,16 @@ def _equip(kind: Any) -> None:
     kind.__array_ufunc__ = _ufunc
 
 
+def _equip_integer(kind: Any) -> None:
+    for name in ("and_", "or_", "xor", "lshift", "rshift"):
+        forward, reflected = _binary(getattr(operator, name))
+        setattr(kind, f"__{name.rstrip('_')}__", forward)
+        setattr(kind, f"__r{name.rstrip('_')}__", reflected)
+    kind.__invert__ = _unary(operator.invert)
+    for call in (int.bit_length, int.bit_count):
+        setattr(kind, call.__name__, _fixed(call))
+
+
 _equip(LiveInt)
 _equip(LiveFloat)
+_equip_integer(LiveInt)

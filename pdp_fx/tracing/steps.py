@@ -66,6 +66,7 @@ class Step:
         data: whether its numbers depend on inputs, parameters, buffers or chance, so that no branch may use
             them.
         ragged: whether its sizes depend on such numbers.
+        varies: whether inputs had a part in it, if only by their sizes.
         changes: the values it changes in place.
         observed: whether somebody other than the users of its result sees that change.
         random: whether it drew random numbers.
@@ -82,6 +83,7 @@ class Step:
     source: str
     data: bool = True
     ragged: bool = False
+    varies: bool = True
     changes: "tuple[Value, ...]" = ()
     observed: bool = False
     random: bool = False
@@ -188,23 +190,24 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, Expr) and any(is_ragged(arg) for arg in value.args)
 
 
+def varies(value: Any) -> bool:
+    """Whether inputs had a part in a value, if only by their sizes."""
+    if isinstance(value, Step):
+        return value.varies
+    return isinstance(value, Expr) and any(varies(arg) for arg in value.args)
+
+
 def may_change(fact: Expr) -> bool:
     """Whether a comparison is of different things, one of which another run may change."""
     operands = {identity(arg) for arg in fact.args}
-    return len(operands) > 1 and any(_is_of_run(arg) for arg in fact.args)
-
-
-def _is_of_run(value: Any) -> bool:
-    if isinstance(value, Expr):
-        return any(_is_of_run(arg) for arg in value.args)
-    return isinstance(value, Step)
+    return len(operands) > 1 and any(varies(arg) for arg in fact.args)
 
 
 def identity(value: Any) -> Hashable:
     """What expressions of numbers have in common if they compute the same from the same."""
     if isinstance(value, Expr):
         return value.call, tuple(identity(arg) for arg in value.args)
-    return value
+    return tuple(map(identity, value)) if isinstance(value, list) else value
 
 
 def root(value: Any) -> Step | None:

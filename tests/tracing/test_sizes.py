@@ -243,9 +243,52 @@ def given_training(x: Tensor) -> Tensor:
     return x * 2 if x.requires_grad and x.shape[2] in (8, 9) else x
 
 
-@pytest.mark.parametrize(
-    "act", [padded, halved, turned, by_logarithm, by_product, by_root, by_the_longer, given_training]
-)
+def by_positions(x: Tensor) -> Tensor:
+    return x * 2 if (torch.arange(x.shape[2]) > 6).any() else x
+
+
+def by_their_list(x: Tensor) -> Tensor:
+    return x + sum(torch.arange(x.shape[2]).tolist())
+
+
+def by_their_array(x: Tensor) -> Tensor:
+    return x + float(torch.arange(x.shape[2]).numpy().mean())
+
+
+def by_equality(x: Tensor) -> Tensor:
+    return x * 2 if torch.equal(torch.tensor(x.shape[1:]), torch.tensor([4, 8])) else x
+
+
+def by_table(x: Tensor) -> Tensor:
+    return x * {5: 2.0, 8: 3.0}[x.shape[2]]
+
+
+def by_name(x: Tensor) -> Tensor:
+    return x * {"width5": 2.0, "width8": 3.0}[f"width{x.shape[2]}"]
+
+
+def by_text(x: Tensor) -> Tensor:
+    return x * len(str(x.shape[2]) + 2 * "more")
+
+
+def by_repeating(x: Tensor) -> Tensor:
+    return x * sum([0.5] * x.shape[2])
+
+
+def by_bits(x: Tensor) -> Tensor:
+    return x * x.shape[2].bit_count()
+
+
+def by_parts(x: Tensor) -> Tensor:
+    return x * math.frexp(x.shape[2])[0]
+
+
+BY_SIZES = [padded, halved, turned, by_logarithm, by_product, by_root, by_the_longer, given_training]
+BY_SIZES += [by_positions, by_their_list, by_their_array, by_equality, by_table, by_name, by_text]
+BY_SIZES += [by_repeating, by_bits, by_parts]
+
+
+@pytest.mark.parametrize("act", BY_SIZES)
 def test_a_graph_does_not_go_the_way_of_other_sizes(act: Any) -> None:
     gm = exact(Deciding(act), rows(1, 4, 8), rows(3, 4, 8))
     with pytest.raises(AssertionError, match=r"test_sizes.py:\d+ decides by sizes, and by these otherwise"):
@@ -290,7 +333,25 @@ def scaled(x: Tensor) -> Tensor:
     return x / float(x.shape[1] * x.shape[2]) + math.gcd(x.shape[2], 6) + math.log(x.shape[2], 2)
 
 
-@pytest.mark.parametrize("act", [as_square, cut, scaled])
+def shifted(x: Tensor) -> Tensor:
+    return x * (x.shape[2] << 1 | 1) + (~x.shape[2] ^ 5) + math.cos(x.shape[2]) + math.factorial(x.shape[1])
+
+
+def last_position(x: Tensor) -> Tensor:
+    place = torch.arange(x.shape[2])
+    last = place[-1:]
+    place += 1
+    return x * last.item()
+
+
+def told(x: Tensor) -> Tensor:
+    if x.shape[2] < 1:
+        raise ValueError(f"{x.shape[2]} is too short")
+    print(x.shape, f"{x.shape[2]:5}", str(x.shape[0]))  # noqa: T201
+    return x
+
+
+@pytest.mark.parametrize("act", [as_square, cut, scaled, shifted, last_position, told])
 def test_functions_of_sizes_stay_computations(act: Any) -> None:
     exact(Deciding(act), rows(1, 4, 4), rows(3, 4, 16), rows(2, 4, 9), rows(2, 4, 1))
 
