@@ -283,9 +283,11 @@ def by_parts(x: Tensor) -> Tensor:
     return x * math.frexp(x.shape[2])[0]
 
 
-BY_SIZES = [padded, halved, turned, by_logarithm, by_product, by_root, by_the_longer, given_training]
-BY_SIZES += [by_positions, by_their_list, by_their_array, by_equality, by_table, by_name, by_text]
-BY_SIZES += [by_repeating, by_bits, by_parts]
+BY_SIZES = (
+    *(padded, halved, turned, by_logarithm, by_product, by_root, by_the_longer, given_training),
+    *(by_positions, by_their_list, by_their_array, by_equality, by_table, by_name, by_text),
+    *(by_repeating, by_bits, by_parts),
+)
 
 
 @pytest.mark.parametrize("act", BY_SIZES)
