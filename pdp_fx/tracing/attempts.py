@@ -85,7 +85,8 @@ def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) ->
         name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
         raise TraceError(
             f"cannot trace {name}: it {err.reason} ({source}); "
-            "move that part into a function or a submodule of its own, which then stays opaque"
+            "move that part into a function or a submodule of its own, which then stays opaque; "
+            "as a part of another module, such as nn.Sequential(model), it can be pruned by single weights"
         ) from err
     if err.instead_of is None:
         findings.keep_whole(whole, f"{err.reason} ({source})")
