@@ -18,7 +18,7 @@ from pdp_fx.ops import gpu
 from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.select import readable
-from pdp_fx.ops.soft_mask import Temperature, Threshold, soft_mask, soft_mask_value
+from pdp_fx.ops.soft_mask import Temperature, Threshold, sigmoid, soft_mask, soft_mask_value
 from pdp_fx.ops.straight import straight_through
 from pdp_fx.ops.threshold import compute_dtype, threshold
 from pdp_fx.ops.together import Together
@@ -127,7 +127,7 @@ class ChannelMask(Tempered, ChannelPolicy):
     def soft(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights)
         t, lifted = self._threshold(scores)
-        mask = torch.sigmoid((lifted.square() - t * t.abs()) / self.temperature(scores))
+        mask = sigmoid((lifted.square() - t * t.abs()) / self.temperature(scores))
         return self.kept(scores) + (mask - mask.detach()) if self.tau.hard else mask
 
     def soft_values(self, *weights: Tensor) -> Tensor:

@@ -11,10 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from pdp_fx.ops import soft_mask
+
 STORED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 BINS = tl.constexpr(256)
 LARGEST = tl.constexpr(0x7FFFFFFF)
+FAINT = tl.constexpr(soft_mask.FAINT)
 
 
 @triton.jit
@@ -86,7 +89,8 @@ def choose_digit(sizes, wanted, prefixes, ranks, counts, above, thresholds, SHIF
 def _soft_mask(wide, threshold, tau, TAU_STORED: tl.constexpr):
     t = tl.load(threshold).to(tl.float32)
     scale = 1.0 / (tl.load(tau).to(tl.float32) if TAU_STORED else tau)
-    return tl.sigmoid(wide * wide * scale - t * tl.abs(t) * scale), scale
+    x = wide * wide * scale - t * tl.abs(t) * scale
+    return tl.where(x <= FAINT, 0.0, tl.sigmoid(x)), scale
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdp_fx.ops.nm import group_view, squared_thresholds
 from pdp_fx.ops.select import readable, transformed
-from pdp_fx.ops.soft_mask import Temperature
+from pdp_fx.ops.soft_mask import Temperature, sigmoid, sigmoid_
 from pdp_fx.ops.threshold import compute_dtype
 
 BLOCK = 1 << 17
@@ -104,11 +104,11 @@ def _blocks(weight: Tensor) -> list[slice]:
 def _mask(planes: Tensor, kappa: Tensor, tau: Temperature) -> Tensor:
     squared = squared_thresholds(planes, kappa)
     if isinstance(tau, Tensor) and not readable(tau):
-        return torch.addcmul(squared * (-1.0 / tau), planes * (1.0 / tau), planes).sigmoid_()
+        return sigmoid_(torch.addcmul(squared * (-1.0 / tau), planes * (1.0 / tau), planes))
     number = float(tau)
-    return torch.addcmul(squared.mul_(-1.0 / number), planes, planes, value=1.0 / number).sigmoid_()
+    return sigmoid_(torch.addcmul(squared.mul_(-1.0 / number), planes, planes, value=1.0 / number))
 
 
 def _mask_formula(planes: Tensor, kappa: Tensor, tau: Temperature) -> Tensor:
     squared = squared_thresholds(planes.detach(), kappa)
-    return torch.sigmoid((planes * planes - squared) * (1.0 / tau))
+    return sigmoid((planes * planes - squared) * (1.0 / tau))

@@ -8,7 +8,8 @@ With x = (w^2 - t |t|) / tau and m = sigmoid(x), the softmax of equation 1 witho
 The signed square t |t| makes t = -inf mean "nothing is pruned": x = +inf, m = 1 and dw = dw_hat exactly.
 Everything is computed in `compute_dtype`, whatever autocast says, and the backward pass recomputes m from
 w and t, so that no tensor is kept alive that is not alive anyway. An infinite weight stays infinite, has a
-NaN gradient and leaves its neighbours alone.
+NaN gradient and leaves its neighbours alone. Below x = `FAINT` m is 0: left alone, it makes subnormal numbers
+of weights, and those make a convolution forty times slower on processors that leave them to microcode.
 
 On the CPU both equations run in few passes, the backward one over blocks that stay in the cache; on a GPU
 each is one pass (`pdp_fx.ops.gpu`). Everywhere else, and for a compiler, which fuses them, they are plain
@@ -16,6 +17,7 @@ formulas; so is a backward pass that is itself differentiated. Under a transform
 equation 1 alone, and autograd finds equation 2.
 """
 
+import math
 from typing import Any, cast, overload
 
 import torch
@@ -27,6 +29,9 @@ from pdp_fx.ops.threshold import compute_dtype
 
 BLOCK = 1 << 16
 """How many weights the backward pass works on at a time, so that what is between stays in the cache."""
+
+FAINT = -37.0
+"""Where x is less, m would be less than the last bit of a 1 in float64."""
 
 Temperature = float | Tensor
 """tau > 0, in units of w^2: a number, or a 0-dim tensor on the device of the weight, a constant."""
@@ -48,9 +53,7 @@ def soft_mask(weight: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
     """
     if transformed():
         wide = weight.to(compute_dtype(weight.dtype))
-        return (torch.sigmoid(wide.square() * (1.0 / tau) + _offset(wide, threshold, tau)) * wide).to(
-            weight.dtype
-        )
+        return (sigmoid(wide.square() * (1.0 / tau) + _offset(wide, threshold, tau)) * wide).to(weight.dtype)
     t, temperature = _number(threshold), _number(tau)
     if isinstance(t, float) and isinstance(temperature, float) and readable(weight):
         return _SoftMaskOfNumbers.apply(weight, t, temperature)  # pyright: ignore[reportReturnType]
@@ -61,6 +64,16 @@ def soft_mask_value(weight: Tensor, threshold: Threshold, tau: Temperature) -> T
     """Return the mask m in [0, 1] itself, in the shape of `weight` and in `compute_dtype`; for reports."""
     weight = weight.detach()
     return _mask(weight.to(compute_dtype(weight.dtype)), threshold, tau)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The mask of x, 0 where x is no more than `FAINT`."""
+    return torch.where(x <= FAINT, -math.inf, x).sigmoid()
+
+
+def sigmoid_(x: Tensor) -> Tensor:
+    """Do `sigmoid` in place, where nothing is differentiated."""
+    return torch.threshold_(x, FAINT, -math.inf).sigmoid_()
 
 
 # With a separate setup_context, every call would inspect a signature, which costs more than the mask.
@@ -99,7 +112,7 @@ class _SoftMaskOfNumbers(torch.autograd.Function):
         ctx.save_for_backward(weight)
         wide = weight.to(compute_dtype(weight.dtype))
         offset = wide.new_full((), _offset(wide, threshold, tau))
-        mask = torch.addcmul(offset, wide, wide, value=1.0 / tau).sigmoid_()
+        mask = sigmoid_(torch.addcmul(offset, wide, wide, value=1.0 / tau))
         return mask.mul_(wide).to(weight.dtype)
 
     @staticmethod
@@ -121,7 +134,7 @@ class _SoftMaskOfNumbers(torch.autograd.Function):
 def _gradient_into(result: Tensor, wide: Tensor, grad: Tensor, threshold: float, tau: float) -> None:
     """Equation 2 with one buffer beside the result."""
     offset = wide.new_full((), _offset(wide, threshold, tau))
-    mask = torch.addcmul(offset, wide, wide, value=1.0 / tau, out=result).sigmoid_()
+    mask = sigmoid_(torch.addcmul(offset, wide, wide, value=1.0 / tau, out=result))
     # w m (1 - m) in one pass; w enters twice, one factor at a time, so that w^2 * 0 is 0 for every finite w.
     softness = torch.ops.aten.sigmoid_backward.default(wide, mask)
     mask.addcmul_(softness, wide, value=2.0 / tau).mul_(grad)
@@ -141,7 +154,7 @@ def _in_one_pass(weight: Tensor, threshold: Threshold) -> bool:
 
 def _mask(wide: Tensor, threshold: Threshold, tau: Temperature) -> Tensor:
     # The first operand is the weight: a broadcast threshold must have no say in the memory format.
-    return wide.square().mul_(1.0 / tau).add_(_offset(wide, threshold, tau)).sigmoid_()
+    return sigmoid_(wide.square().mul_(1.0 / tau).add_(_offset(wide, threshold, tau)))
 
 
 @overload

@@ -35,6 +35,17 @@ def test_mask_and_gradient_are_those_of_the_definition(shape: tuple[int, ...], m
     )
 
 
+@pytest.mark.parametrize("kappa", [500_000, 2_000_000])
+def test_no_weight_becomes_subnormal(kappa: int) -> None:
+    torch.set_flush_denormal(False)
+    weight = torch.rand(8, 24).mul_(0.3).add_(1e-3).requires_grad_()
+    masked = nm_soft_mask(weight, 4, torch.tensor(kappa), TAU)
+    (grad,) = torch.autograd.grad(masked.sum(), weight)
+    for result in (masked.detach(), grad):
+        assert result.count_nonzero() < result.numel()
+        assert result[result != 0].abs().min() > torch.finfo(torch.float32).tiny
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtype_and_memory_format_of_the_weight_are_kept(dtype: torch.dtype) -> None:
     weight = (torch.randn(8, 16, 3, 3) * 0.03).to(dtype).to(memory_format=torch.channels_last)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.ops.nm import group_view
-from pdp_fx.ops.soft_mask import soft_mask, soft_mask_value
+from pdp_fx.ops.soft_mask import FAINT, soft_mask, soft_mask_value
 from pdp_fx.ops.threshold import threshold
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +76,24 @@ def test_minus_infinity_is_the_identity_bit_for_bit(dtype: torch.dtype) -> None:
         assert masked.detach().view(bits).equal(weight.detach().view(bits))
         assert gradient(weight, DENSE, upstream).view(bits).equal(upstream.view(bits))
         assert soft_mask_value(weight, DENSE, TAU).eq(1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("as_number", [False, True])
+def test_no_weight_becomes_subnormal(dtype: torch.dtype, as_number: bool) -> None:
+    torch.set_flush_denormal(False)
+    weight = layer(torch.float32, scale=0.05).detach().to(dtype).requires_grad_()
+    for t in torch.linspace(0.05, 0.15, 21):
+        given = float(t) if as_number else t
+        masked = soft_mask(weight, given, TAU)
+        (grad,) = torch.autograd.grad(masked.sum(), weight)
+        under_func = torch.func.grad(lambda w, t=given: soft_mask(w, t, TAU).sum())(weight.detach())
+        for result in (masked, grad, under_func):
+            least = result.detach()[result != 0].abs().min()
+            assert least > torch.finfo(dtype).tiny
+        pruned = masked == 0
+        assert bool(pruned.any()) == bool((weight.float().square() - t**2 < FAINT * TAU).any())
+        assert not grad[pruned].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
