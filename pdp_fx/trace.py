@@ -31,7 +31,7 @@ from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.structure import arrays, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unscripting import unscripted
@@ -199,7 +199,12 @@ def without_shape(model: nn.Module) -> str | None:
 
 
 def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
-    """Refuse tensors without memory of their own, by which a recording tells them apart, and no example."""
+    """Refuse tensors without memory of their own, by which a recording tells them apart, and no example.
+
+    Numbers in a NumPy array would be those of the example for good.
+    """
+    if next(arrays((example.args, example.kwargs)), None) is not None:
+        raise TraceError("there is a NumPy array in the example inputs; give it as a tensor")
     given = list(tensors((example.args, example.kwargs)))
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in [*named, *(("an example input", tensor) for tensor in given)]:

@@ -2,8 +2,8 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,19 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from pdp_fx.errors import TraceError
+from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.shapes import Facts, check_step, length_of, structure_of
-from pdp_fx.tracing.steps import Expr, Step, Value
-from pdp_fx.tracing.structure import children, fresh_copy, has_tensors, tensors
+from pdp_fx.tracing.shapes import Facts, check_step, length_of
+from pdp_fx.tracing.steps import Expr, Recording, Scope, Step, Value
+from pdp_fx.tracing.structure import (
+    BASE_TYPES,
+    as_base,
+    children,
+    fresh_copy,
+    has_tensors,
+    is_record,
+    tensors,
+)
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -167,24 +176,24 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     batches: Facts = []
     optional = False
     for argument in _arguments(model, call):
-        is_fixed = not has_tensors(argument.value)
-        plain = is_fixed and isinstance(argument.value, _PLAIN)
+        example = as_base(argument.value)
+        plain = isinstance(example, _PLAIN)
         if not argument.given and not plain:
             continue
         optional = optional or plain or argument.has_default
-        default = (argument.value if plain else argument.default,) if optional else ()
-        step, value = recorder.placeholder(argument.name, argument.value, default)
+        default = (example if plain else argument.default,) if optional else ()
+        step, value = recorder.placeholder(argument.name, example, default)
         if plain:
             fixed.append((step, value))
         else:
-            fixed += _lengths(step, value, bool(default))
+            fixed += [] if optional and has_tensors(value) else _fixed(step, value)
             batches += _batches(step, value, recorder.findings.sizes.batch)
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
             args.append(value)
     if fixed:
-        _check(recorder, fixed)
+        recorder.steps.append(_check(fixed, recorder.scope))
     if batches:
         message = (
             f"this graph holds for a batch of {batches[0][1]} only: another makes the model do something "
@@ -194,21 +203,97 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     return ExampleCall(tuple(args), kwargs)
 
 
-def _check(recorder: Recorder, fixed: Facts) -> None:
-    wanted = ", ".join(f"{_shown(value)}={fact!r}" for value, fact in fixed)
+def held_to_given(recording: Recording, model: nn.Module, call: ExampleCall) -> Recording:
+    """The recording with checks that there are tensors where it uses those of the example.
+
+    A model may ask whether something is None, and do something else then. What a mode does not use may be
+    left out there, and what fails by itself without a tensor needs no check.
+    """
+    inputs = [step for step in recording.steps if step.op == "placeholder"]
+    given = {argument.name: argument.value for argument in _arguments(model, call)}
+    used = _Uses(recording)
+    facts = [fact for step in inputs for fact in _tensors_given(step, given[str(step.target)], used)]
+    if not facts:
+        return recording
+    steps = list(recording.steps)
+    steps.insert(len(inputs), _check(facts, inputs[0].scope))
+    return replace(recording, steps=tuple(steps))
+
+
+class _Uses:
+    """Which inputs, and which of their parts, a recording uses, and where None would not do."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.used: set[Hashable] = set()
+        self.needed: set[Hashable] = set()
+        for step in recording.steps:
+            if step.target is not torch._assert:
+                self._note((step.args, step.kwargs))
+                self.needed |= {_place(value) for value in step.args[:1] if not step.reason}
+        self._note(recording.output)
+
+    def _note(self, tree: Any) -> None:
+        for value in all_values(tree):
+            self.used.add(_place(value))
+            if isinstance(value, Expr):
+                self._note((value.args, value.kwargs))
+                self.needed |= {_place(value.args[0])} if isinstance(value.call, str) else set()
+
+
+def _place(value: Any) -> Hashable:
+    """What a value is: an input, or how to reach a part of it."""
+    if isinstance(value, Expr) and value.call in (operator.getitem, getattr):
+        return _place(value.args[0]), repr(value.args[1])
+    return value if isinstance(value, Step) else None
+
+
+def _tensors_given(step: Step, example: Any, uses: _Uses) -> Facts:
+    """What holds of an argument that is used, besides what is checked whether it is used or not."""
+    if _place(step) not in uses.used or not has_tensors(example):
+        return []
+    optional = bool(step.args)
+    return [*_present(step, example, uses, optional), *(_fixed(step, example) if optional else [])]
+
+
+def _present(value: Value, example: Any, uses: _Uses, optional: bool) -> Facts:
+    """Of each tensor that is used, that it is one, if it may be something else."""
+    if isinstance(example, torch.Tensor):
+        place = _place(value)
+        may_miss = place in uses.used and (optional or place not in uses.needed)
+        return [(Expr(torch.is_tensor, (value,)), True)] if may_miss else []
+    return [fact for inner, part in _parts(value, example) for fact in _present(inner, part, uses, optional)]
+
+
+def _check(facts: Facts, scope: Scope) -> Step:
+    wanted = ", ".join(_said(value, fact) for value, fact in facts)
     message = (
         f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
     )
-    recorder.steps.append(check_step(fixed, message, recorder.scope, ""))
+    return check_step(facts, message, scope, "")
 
 
-def _lengths(step: Step, example: Any, optional: bool) -> Facts:
-    """What the graph has to check of an argument that is a container."""
-    if not isinstance(example, list | tuple | Mapping):
+def _fixed(value: Value, example: Any) -> Facts:
+    """All of a structure that is no tensor: its plain parts, how long its containers are, their keys.
+
+    The model may read it without anybody seeing it.
+    """
+    example = as_base(example)
+    if isinstance(example, (*BASE_TYPES, slice)):
+        return [(value, example)]
+    facts = [fact for inner, part in _parts(value, example) for fact in _fixed(inner, part)]
+    if isinstance(example, list | tuple | Mapping):
+        facts = [length_of(value, example), *facts]
+    if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
+        facts = [(Expr(sorted, (value,)), sorted(example)), *facts[1:]]
+    return facts
+
+
+def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
+    """The parts of a container or record, and how to reach them."""
+    if not isinstance(example, list | tuple | Mapping) and not is_record(example):
         return []
-    if optional:
-        return [length_of(step, example, missing=len(example))]
-    return [fact for fact in structure_of(step, example) if _is_length(fact[0])]
+    reach = {"item": operator.getitem, "attribute": getattr}
+    return [(Expr(reach[kind], (value, key)), part) for kind, key, part in children(example)]
 
 
 def _batches(value: Value, example: Any, size: int | None) -> Facts:
@@ -221,15 +306,22 @@ def _batches(value: Value, example: Any, size: int | None) -> Facts:
     return [(Expr("size", (value, 0)), size)] if is_batch(example, size) else []
 
 
-def _is_length(value: Value) -> bool:
-    return isinstance(value, Expr) and value.call is operator.length_hint
+def _said(value: Value, fact: Any) -> str:
+    if isinstance(value, Expr) and value.call is torch.is_tensor:
+        return f"{_shown(value.args[0])}=a tensor"
+    return f"{_shown(value)}={fact!r}"
 
 
 def _shown(value: Value) -> str:
     if isinstance(value, Expr):
         inner = _shown(value.args[0])
-        return f"{inner}[{value.args[1]!r}]" if value.call is operator.getitem else f"len({inner})"
+        if value.call is operator.getitem:
+            return f"{inner}[{value.args[1]!r}]"
+        return f"{inner}.{value.args[1]}" if value.call is getattr else f"{_SHOWN[value.call]}({inner})"
     return str(value.target) if isinstance(value, Step) else "?"
+
+
+_SHOWN = {operator.length_hint: "len", sorted: "sorted"}
 
 
 def _arguments(model: nn.Module, call: ExampleCall) -> list[_Argument]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.inputs import ExampleCall, bind
+from pdp_fx.tracing.inputs import ExampleCall, bind, held_to_given
 from pdp_fx.tracing.intercept import listening
 from pdp_fx.tracing.outcome import outcome
 from pdp_fx.tracing.recorder import Recorder
@@ -31,7 +31,8 @@ def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Record
         call = bind(recorder, model, example)
         with listening(recorder):
             result = model(*call.args, **call.kwargs)
-        return replace(recorder.finish(result), outcome=outcome(model, result))
+        recording = held_to_given(recorder.finish(result), model, example)
+        return replace(recording, outcome=outcome(model, result))
     except Exception as err:
         recorder.failures.check(err)
         raise

@@ -68,6 +68,11 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     yield from _leaves(value, (torch.Tensor,), set())
 
 
+def arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:
+    """All NumPy arrays in a structure."""
+    yield from _leaves(value, (np.ndarray,), set())
+
+
 def tensors_and_numbers(value: Any) -> Iterator[torch.Tensor | complex]:
     """All tensors and numbers in a structure, in the same order."""
     yield from _leaves(value, (torch.Tensor, int, float, complex), set())

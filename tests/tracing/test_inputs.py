@@ -1,8 +1,10 @@
 import dataclasses
+import enum
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,17 @@ class Record(OrderedDict[str, Any]):
                 self[field.name] = value
 
 
+class Size(enum.Enum):
+    HALF = 0.5
+    FULL = 1.0
+
+
+@dataclasses.dataclass
+class Given:
+    x: Tensor
+    scale: float = 1.0
+
+
 class Holder:
     """An object of a user's own class."""
 
@@ -52,6 +65,35 @@ class Keywords(Net):
         if scale is not None:
             y = y * scale
         return y + y if twice else y
+
+
+class OptionalBias(Net):
+    """A bias of None is none to a linear layer, too, but the model does something else then."""
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = self.first(x)
+        if bias is None:
+            return torch.nn.functional.linear(x, self.second.weight) * 2
+        return torch.nn.functional.linear(x, self.second.weight, bias)
+
+
+class Options(Net):
+    def forward(self, given: Any, size: Size) -> Tensor:
+        if isinstance(given, dict):
+            x, scale = given["x"], given.get("scale", 1) + ("other" in given)
+        else:
+            x, scale = (given.x, given.scale) if isinstance(given, Given) else given
+        return self.second(self.first(x)) * (scale or 2) * size.value
+
+
+class Loss(Net):
+    """Wants targets in training mode only."""
+
+    def forward(self, x: Tensor, targets: list[dict[str, Any]] | None = None) -> Tensor:
+        y = self.second(self.first(x))
+        if not self.training or targets is None:
+            return y
+        return sum(((y - target["y"]).square() * target["weight"] for target in targets), y)
 
 
 class Batch(Net):
@@ -115,6 +157,51 @@ def test_nested_containers_are_reached_into() -> None:
     gm = exact(Batch(), (batch(2),), (batch(3),))
     with pytest.raises(AssertionError, match=r"len\(batch\['parts'\]\)=2"):
         gm(batch(2, parts=3))
+
+
+def test_where_the_model_may_ask_whether_there_is_a_tensor_the_graph_wants_one() -> None:
+    gm = exact(OptionalBias(), (rows(2), torch.randn(3)), (rows(3), torch.randn(3)))
+    with pytest.raises(AssertionError, match="bias=a tensor"):
+        gm(rows(2), None)
+
+
+def test_what_one_mode_does_not_use_may_be_left_out_there() -> None:
+    targets: list[dict[str, Any]] = [{"y": torch.randn(2, 3), "weight": 2.0}]
+    gm = exact(Loss(), {"x": rows(2), "targets": targets})
+    gm.eval()(rows(3))
+    with pytest.raises(AssertionError, match=r"targets\[0\]\['weight'\]=2.0"):
+        gm.train()(rows(2), [{**targets[0], "weight": 3.0}])
+
+
+@pytest.mark.parametrize(
+    ("example", "other"),
+    [
+        ({"scale": 2, "flag": True}, {"scale": 3, "flag": True}),
+        ({"scale": 2, "kind": "a"}, {"scale": 2, "kind": "b"}),
+        ({"scale": 2, "some": torch.ones(1)}, {"scale": 2, "other": torch.ones(1)}),
+        ({"scale": np.float64(2)}, {"scale": np.float64(3)}),
+        ((2.0,), (3.0,)),
+        ((None,), (1,)),
+        (Given(torch.ones(2, 4), 2.0), Given(torch.ones(2, 4), 3.0)),
+    ],
+)
+def test_the_graph_checks_all_in_its_inputs_that_is_no_tensor(example: Any, other: Any) -> None:
+    def with_tensor(given: Any) -> Any:
+        if isinstance(given, Given):
+            return given
+        x = torch.ones(2, 4)
+        return {"x": x, **given} if isinstance(given, dict) else (x, *given)
+
+    gm = exact(Options(), (with_tensor(example), Size.HALF))
+    with pytest.raises(AssertionError, match="traced with"):
+        gm(with_tensor(other), Size.HALF)
+    with pytest.raises(AssertionError, match="HALF"):
+        gm(with_tensor(example), Size.FULL)
+
+
+def test_an_array_is_no_example_input() -> None:
+    with pytest.raises(TraceError, match="give it as a tensor"):
+        trace(Keywords(), {"x": rows(2), "scale": np.ones(3)})
 
 
 def test_the_same_tensor_given_twice_is_two_inputs() -> None:
