@@ -257,7 +257,8 @@ def dot(call: Call, flow: LabelFlow) -> None:
 @rule(aten.embedding, aten._embedding_bag, aten._embedding_bag_forward_only)
 def embedding(call: Call, flow: LabelFlow) -> None:
     """A table's columns are new channels; its entries stay. A bag is their sum, mean or maximum."""
-    table = call.args[0]
+    table, *others = call.tensors()
+    flow.freeze_all(others, "these values choose or weight the entries of an embedding table")
     result, *rest = [call.result] if isinstance(call.result, Tensor) else call.result
     entries, columns = axis_layer(table, 0, flow), axis_layer(table, 1, flow)
     if entries is not None:

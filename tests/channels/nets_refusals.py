@@ -405,6 +405,18 @@ class LearnedSoftmaxPool(nn.Module):
         return self.head((self.stem(x) * self.score(x).softmax(-1)).sum(-1))
 
 
+class ChooseEntries(Between):
+    """An entry is chosen by a channel that is 0, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 8)
+
+    def act(self, x: Tensor) -> Tensor:
+        chosen = self.table(x.long().clamp(0, 4)).sum((1, 2, 3))
+        return x * chosen.sigmoid()[..., None, None]
+
+
 class RepeatedKernel(Between):
     """A kernel of ones is repeated for so many channels, whatever becomes of them; a norm reads them, too."""
 
@@ -415,6 +427,7 @@ class RepeatedKernel(Between):
 
 REFUSALS = (
     Construct(RepeatedKernel, images(), removed=3, reason="their kernels in a depthwise convolution"),
+    Construct(ChooseEntries, images(), removed=3, reason="these values choose"),
     Construct(SoftmaxOverChannels, images(), removed=3, reason="softmax runs over these channels"),
     Construct(LocalResponseNorm, images(), removed=3, reason="over these channels"),
     Construct(GroupNorm, images(), removed=7),
