@@ -3,6 +3,7 @@ import logging
 import pickle
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,25 @@ def test_channels_in_the_trunk_and_two_of_four_in_the_classifier(name: str, smal
     rows = {key: p.shape[0] for key, p in converted.named_parameters() if key.endswith("weight")}
     assert [key for key, count in rows.items() if count < model.get_parameter(key).shape[0]] == smaller
     assert weight.shape == model.get_parameter("fc.weight").shape
+
+
+@pytest.mark.parametrize("parts", [lambda x: x.unbind(1), lambda x: x.split(1, dim=1)])
+def test_a_converted_loop_over_parts_takes_as_many_steps_only(
+    parts: Callable[[Tensor], list[Tensor]],
+) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(sum((part.relu() for part in parts(self.first(x))), torch.zeros(())))
+
+    prepared = pruned(Steps(), SPECS["channels"], torch.randn(2, 5, 4))
+    converted = pdp_fx.convert(prepared.eval())
+    assert converted.get_parameter("first.weight").shape == (4, 4)
+    with pytest.raises(AssertionError, match="goes up to 5"):
+        converted(torch.randn(2, 7, 4))
 
 
 @every_net

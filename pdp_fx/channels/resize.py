@@ -180,6 +180,8 @@ def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[
     """The labels that the numbers which ``node`` gives depend on."""
     source = node.args[0] if node.args else None
     values = flow.record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    if values and node.target is operator.length_hint and _parting(source) is not None:
+        return _counted_parts(source, flow)
     if values:
         rank = len(values[0].shape)
         asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -198,6 +200,23 @@ def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[
             if at is None or at == (place if place >= 0 else place + ids.ndim)
         ]
     return [(None, axis, ids) for _, axis, ids in carried]
+
+
+def _parting(node: fx.Node) -> int | None:
+    """The place of the axis among the arguments of a node that takes a tensor into parts."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return {"split": 2, "chunk": 2, "unbind": 1}.get(name)
+
+
+def _counted_parts(node: fx.Node, flow: LabelFlow) -> list[Tainted]:
+    """The labels that the number of parts depends on: those along the axis that is parted."""
+    place = _parting(node)
+    axis = node.args[place] if place is not None and len(node.args) > place else node.kwargs.get("dim", 0)
+    values = flow.record.values.get(node.args[0].name, ()) if isinstance(node.args[0], fx.Node) else ()
+    if not values or not isinstance(axis, int):
+        return []
+    parted = axis % len(values[0].shape)
+    return [(None, parted, layer.ids) for layer in values[0].layers if parted in layer.support]
 
 
 def _name_of(gm: fx.GraphModule | None, node: fx.Node) -> str:
