@@ -23,6 +23,7 @@ from pdp_fx.channels.running import evaluating
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.modes import When, called_module
+from pdp_fx.tracing.steps import LAYOUT
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.watch import storage_of
 
@@ -282,7 +283,7 @@ def read_before_written(
 
 def _used_by(gm: fx.GraphModule, node: fx.Node, names: Mapping[int, str], stored: set[fx.Node]) -> set[str]:
     """The parameters that a node reads at once; those without gradients only if others are made of them."""
-    if node.target in (getattr, "size", "numel"):
+    if node.target is getattr or node.target in LAYOUT:
         return set()
     called = called_module(node)
     inside = [] if called is None else [*gm.get_submodule(called).parameters()]

@@ -1,5 +1,6 @@
 """What a model reads from tensors other than by computing: sizes, devices, numbers, truths."""
 
+import operator
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     if functions.only_looks(name, len(args)):
         return recorder.run(function, args, kwargs)
     result = recorder.function(function, args, kwargs)
-    if name in ("split", "unbind"):
+    if name in ("split", "unbind", "chunk"):
         _check_parts(recorder, (*args[1:], *kwargs.values()) if name == "split" else (), result)
     return result
 
@@ -74,6 +75,31 @@ def _numel(recorder: Recorder, tensor: torch.Tensor) -> Any:
     return recorder.live(
         recorder.run(torch.Tensor.numel, (tensor,), {}), "numel", recorder.origins.value(tensor)
     )
+
+
+def _stride(recorder: Recorder, tensor: torch.Tensor, dim: int | None = None) -> Any:
+    """How far apart neighbours are in memory, which follows from sizes."""
+    value = recorder.origins.value(tensor)
+    strides = recorder.run(torch.Tensor.stride, (tensor,), {})
+    found = tuple(recorder.live(number, "stride", value, axis) for axis, number in enumerate(strides))
+    return found if dim is None else found[dim]
+
+
+def _offset(recorder: Recorder, tensor: torch.Tensor) -> Any:
+    offset = recorder.run(torch.Tensor.storage_offset, (tensor,), {})
+    return recorder.live(offset, "storage_offset", recorder.origins.value(tensor))
+
+
+def _bytes(recorder: Recorder, tensor: torch.Tensor) -> Any:
+    return _numel(recorder, tensor) * recorder.run(torch.Tensor.element_size, (tensor,), {})
+
+
+def _is_same_size(recorder: Recorder, tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one shape; the graph checks that it is so again."""
+    same: bool = recorder.run(torch.Tensor.is_same_size, (tensor, other), {})
+    values = recorder.origins.value(tensor), recorder.origins.value(other)
+    recorder.decided(Expr(operator.eq, (Expr("is_same_size", values), same)))
+    return same
 
 
 def _device(recorder: Recorder, tensor: torch.Tensor) -> torch.device:
@@ -132,6 +158,10 @@ _READS: dict[str, Call] = {
     "size": _size,
     "numel": _numel,
     "nelement": _numel,
+    "stride": _stride,
+    "storage_offset": _offset,
+    "nbytes": _bytes,
+    "is_same_size": _is_same_size,
     "device": _device,
     "dtype": _dtype,
     "item": _item,

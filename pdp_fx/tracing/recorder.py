@@ -24,7 +24,7 @@ from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.shapes import Facts, check_step, structure_of
-from pdp_fx.tracing.sizes import Session, live
+from pdp_fx.tracing.sizes import Session, live, note_fixed
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
     DIFFERS_BY_MODE,
@@ -116,7 +116,11 @@ class Recorder:
         return self._commit(step, result, changed)
 
     def _constant_result(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
-        """A tensor made of numbers that the graph does not see, such as a numpy array."""
+        """A tensor made of numbers that the graph does not see, such as a numpy array.
+
+        Where it is made of sizes, too, they are those that the graph was made with.
+        """
+        note_fixed(leaves((args, kwargs)), self.session)
         result = self.run(function, args, kwargs)
         for tensor in tensors(result):
             self.origins.constant(tensor)

@@ -174,12 +174,16 @@ class NumberReadError(UnrecordableError):
         self.number = number
 
 
+LAYOUT = frozenset({"size", "numel", "stride", "storage_offset", "is_same_size"})
+"""Methods of tensors that tell how they lie in memory, whatever numbers are in them."""
+
+
 def is_data(value: Any) -> bool:
     """Whether numbers behind a value depend on inputs, parameters, buffers or chance."""
     if isinstance(value, Step):
         return value.data
     if isinstance(value, Expr):
-        return any(is_data(arg) for arg in value.args) and value.call not in ("size", "numel")
+        return any(is_data(arg) for arg in value.args) and value.call not in LAYOUT
     return isinstance(value, Attribute)
 
 

@@ -10,6 +10,7 @@ from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.functions import NUMBER_HOMES, acts_in_place
 from pdp_fx.tracing.inputs import ExampleCall, place_arguments
 from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.steps import LAYOUT
 from pdp_fx.tracing.verify import run
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Ma
 def _is_number(node: fx.Node) -> bool:
     """Whether a node works out a number from sizes, if nobody uses it any more."""
     if node.op == "call_method":
-        return node.target in ("size", "numel")
+        return node.target in LAYOUT
     return getattr(node.target, "__module__", "") in NUMBER_HOMES and not acts_in_place(node)
 
 

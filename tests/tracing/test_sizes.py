@@ -283,10 +283,18 @@ def by_parts(x: Tensor) -> Tensor:
     return x * math.frexp(x.shape[2])[0]
 
 
+def by_another(x: Tensor) -> Tensor:
+    return x * 2 if x.is_same_size(x[..., :5]) else x
+
+
+def by_a_generator(x: Tensor) -> Tensor:
+    return x * torch.randn(x.shape[2], generator=torch.Generator().manual_seed(3)).sum()
+
+
 BY_SIZES = (
     *(padded, halved, turned, by_logarithm, by_product, by_root, by_the_longer, given_training),
     *(by_positions, by_their_list, by_their_array, by_equality, by_table, by_name, by_text),
-    *(by_repeating, by_bits, by_parts),
+    *(by_repeating, by_bits, by_parts, by_another, by_a_generator),
 )
 
 
@@ -318,6 +326,22 @@ def test_a_graph_goes_the_same_way_at_other_sizes() -> None:
     exact(Deciding(padded), rows(1, 4, 8), rows(2, 4, 12))
     exact(Deciding(padded), rows(1, 4, 7), rows(2, 4, 5))
     exact(Deciding(halved), rows(1, 4, 8), rows(2, 4, 9))
+
+
+def overlapping(x: Tensor) -> Tensor:
+    batch, channel, place = x.stride()
+    windows = x.as_strided((*x.shape[:2], x.shape[2] - 1, 2), (batch, channel, place, place))
+    return windows.sum(3) * x[:, 1:].storage_offset() + x.nbytes
+
+
+def test_strides_and_bytes_are_those_of_the_sizes_at_hand() -> None:
+    exact(Deciding(overlapping), rows(1, 4, 8), rows(3, 4, 5))
+
+
+def test_chunks_may_be_fewer_than_were_asked_for() -> None:
+    gm = exact(Deciding(lambda x: x * len(x.chunk(3, 2))), rows(1, 4, 8), rows(1, 4, 9))
+    with pytest.raises(AssertionError, match=r"goes up to 3 in this graph"):
+        gm(rows(1, 4, 4))
 
 
 def as_square(x: Tensor) -> Tensor:
