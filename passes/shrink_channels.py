@@ -7,11 +7,13 @@ the indices whose class stays. It is run again if the model has changed since it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
@@ -26,6 +28,7 @@ from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.harden_masks import Dropped, swap_tensors
 from pdp_fx.tracing.erasing import erase
+from pdp_fx.tracing.functions import NUMBER_HOMES
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,34 @@ def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> N
     swap_tensors(gm, swaps)
 
 
+def _check_as_before(node: fx.Node, found: ChannelMap, changing: frozenset[str]) -> None:
+    """Check other sizes as a node does that compares them with how many channels there were before."""
+    args = _with_numbers_before(node, node, found, changing)
+    if _has_nodes(args):
+        with node.graph.inserting_before(node):
+            node.graph.call_function(torch._assert, args).meta.update(node.meta)
+
+
+def _with_numbers_before(node: fx.Node, check: fx.Node, found: ChannelMap, changing: frozenset[str]) -> Any:
+    """The arguments of a node, computed with the old numbers of channels; what it takes is put before."""
+
+    def before(source: fx.Node) -> Any:
+        if source.name not in changing:
+            return source
+        if getattr(source.target, "__module__", "") in NUMBER_HOMES:
+            args = _with_numbers_before(source, check, found, changing)
+            if _has_nodes(args):
+                with check.graph.inserting_before(check):
+                    return check.graph.call_function(source.target, args)
+        return found.numbers[source.name]
+
+    return map_arg(node.args, before)
+
+
+def _has_nodes(args: Any) -> bool:
+    return any(isinstance(leaf, fx.Node) for leaf in tree_leaves(args))
+
+
 def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
     """Write new sizes into the nodes that are told any."""
     nodes = {node.name: node for node in gm.graph.nodes}
@@ -104,6 +135,7 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     for node in gm.graph.find_nodes(op="call_function", target=torch._assert):
         # What was checked of a size is no longer so; labels have told that nothing else depends on it.
         if any(source.name in changing for source in node.all_input_nodes):
+            _check_as_before(node, found, changing)
             erase(node, lambda source: source.name in changing)
     numbers = SmallNumbers(found, gone, changing)
     # Nodes that only training mode needs are gone from the graph.

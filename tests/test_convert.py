@@ -95,6 +95,24 @@ def test_a_converted_loop_over_parts_takes_as_many_steps_only(
         converted(torch.randn(2, 7, 4))
 
 
+def test_a_converted_model_decides_by_sizes_and_as_many_channels_as_there_were() -> None:
+    class Longer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.second(x * 2 if x.shape[1] < x.shape[2] else x)
+
+    prepared = pruned(Longer().double(), SPECS["channels"], torch.randn(2, 5, 4, dtype=torch.float64))
+    converted = pdp_fx.convert(prepared.eval())
+    assert converted.get_parameter("first.weight").shape == (4, 4)
+    assert difference(prepared, converted, torch.randn(2, 7, 4, dtype=torch.float64)) <= 1e-9
+    with pytest.raises(AssertionError, match="decides by sizes"):
+        converted(torch.randn(2, 8, 4, dtype=torch.float64))
+
+
 @every_net
 @every_spec
 def test_neither_the_users_nor_the_prepared_model_is_changed(name: str, spec: PruneSpec) -> None:
