@@ -112,7 +112,7 @@ def _with_numbers_before(node: fx.Node, check: fx.Node, found: ChannelMap, chang
     def before(source: fx.Node) -> Any:
         if source.name not in changing:
             return source
-        if getattr(source.target, "__module__", "") in NUMBER_HOMES:
+        if callable(source.target) and getattr(source.target, "__module__", "") in NUMBER_HOMES:
             args = _with_numbers_before(source, check, found, changing)
             if _has_nodes(args):
                 with check.graph.inserting_before(check):

@@ -180,7 +180,7 @@ def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[
     """The labels that the numbers which ``node`` gives depend on."""
     source = node.args[0] if node.args else None
     values = flow.record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
-    if values and node.target is operator.length_hint and _parting(source) is not None:
+    if values and node.target is operator.length_hint and isinstance(source, fx.Node) and _parting(source):
         return _counted_parts(source, flow)
     if values:
         rank = len(values[0].shape)

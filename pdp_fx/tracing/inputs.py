@@ -321,7 +321,7 @@ def _shown(value: Value) -> str:
     return str(value.target) if isinstance(value, Step) else "?"
 
 
-_SHOWN = {operator.length_hint: "len", sorted: "sorted"}
+_SHOWN: dict[Any, str] = {operator.length_hint: "len", sorted: "sorted"}
 
 
 def _arguments(model: nn.Module, call: ExampleCall) -> list[_Argument]:

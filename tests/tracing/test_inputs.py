@@ -93,7 +93,9 @@ class Loss(Net):
         y = self.second(self.first(x))
         if not self.training or targets is None:
             return y
-        return sum(((y - target["y"]).square() * target["weight"] for target in targets), y)
+        for target in targets:
+            y = y + (y - target["y"]).square() * target["weight"]
+        return y
 
 
 class Batch(Net):

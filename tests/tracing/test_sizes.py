@@ -331,7 +331,7 @@ def test_a_graph_goes_the_same_way_at_other_sizes() -> None:
 def overlapping(x: Tensor) -> Tensor:
     batch, channel, place = x.stride()
     windows = x.as_strided((*x.shape[:2], x.shape[2] - 1, 2), (batch, channel, place, place))
-    return windows.sum(3) * x[:, 1:].storage_offset() + x.nbytes
+    return windows.sum(3) * x[:, 1:].storage_offset() + x.nbytes  # pyright: ignore[reportReturnType]
 
 
 def test_strides_and_bytes_are_those_of_the_sizes_at_hand() -> None:
