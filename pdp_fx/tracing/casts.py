@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -63,7 +64,7 @@ _FUNCTIONS = {
         name
         for name, function in vars(math).items()
         # These ask the number itself.
-        if callable(function) and name not in ("__loader__", "ceil", "floor", "trunc")
+        if inspect.isbuiltin(function) and name not in ("ceil", "floor", "trunc")
     ),
 }
 _NUMPY = ("arange", "array", "asarray", "full", "linspace", "ones", "prod", "zeros")

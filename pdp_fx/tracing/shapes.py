@@ -29,9 +29,9 @@ def structure_of(value: Value, example: Any) -> Facts:
     return facts
 
 
-def length_of(value: Value, example: Any, missing: int = 0) -> tuple[Value, int]:
-    """How long a container is; `missing` is what None counts as."""
-    return Expr(operator.length_hint, (value, missing)), len(example)
+def length_of(value: Value, example: Any) -> tuple[Value, int]:
+    """How long a container is; None counts as 0."""
+    return Expr(operator.length_hint, (value, 0)), len(example)
 
 
 def check_step(facts: Facts, message: str, scope: Scope, source: str) -> Step:
