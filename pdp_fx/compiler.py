@@ -72,11 +72,16 @@ class Pass(ABC):
     """One rewrite or analysis of a graph. Subclasses are frozen; their options are fields.
 
     The graph is valid before and after ``run``, not necessarily while it runs. Dead code, linting
-    and recompiling are the pipeline's work; code is generated once, after the last pass, so a pass
-    that calls ``gm`` before recompiles it.
+    and recompiling are the pipeline's work. Code is generated after the last pass, and before a pass
+    that calls ``gm``.
+
+    Attributes:
+        name: as it is told to users.
+        calls: whether it calls ``gm``, and does not only run its graph.
     """
 
     name: ClassVar[str]
+    calls: ClassVar[bool] = False
 
     def requires(self, gm: fx.GraphModule, ctx: Context) -> None:
         """Raise PassError when ``gm`` is not in the form that this pass reads."""
@@ -110,8 +115,16 @@ class Pipeline:
             PassError: a pass failed; the message names it and the printed graph is a note. Other
                 errors of this package go through as they are, with the same note.
         """
-        records = [self._run_one(step, gm, ctx, on_pass) for step in self.passes]
-        gm.recompile()
+        records: list[PassRecord] = []
+        stale = False
+        for step in self.passes:
+            if stale and step.calls:
+                gm.recompile()
+                stale = False
+            records.append(self._run_one(step, gm, ctx, on_pass))
+            stale |= records[-1].modified
+        if stale:
+            gm.recompile()
         return records
 
     def _run_one(self, step: Pass, gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None) -> PassRecord:

@@ -136,14 +136,15 @@ class Standing:
         self._overwritten: set[fx.Node] = set()
         self._idle = idle_in_eval(gm.graph)
         self._stored = stored_nodes(gm)
-        self._steps: list[tuple[fx.Node, set[int]]] = []
+        steps: list[fx.Node] = []
         for node in gm.graph.nodes:
             for name in self._read_by(node):
                 self._readers.setdefault(name, []).append(node)
             if acts_in_place(node) and node not in self._idle:
                 self._overwritten.update(node.all_input_nodes)
             elif acts_in_place(node):
-                self._steps.append((node, memory_written(gm, node, self._stored)))
+                steps.append(node)
+        self._steps = memory_written(gm, steps, self._stored)
 
     def stand_in(self, weight: fx.Node, needed: bool) -> StandIn | None:
         """How a weight can stand for a parameter of its shape that nothing else uses; None if it cannot.
@@ -171,7 +172,7 @@ class Standing:
 
     def _moves(self, weight: fx.Node, memory: set[int]) -> bool:
         """Whether a weight can be computed earlier, with the steps of training that change what it reads."""
-        steps = {node for node, written in self._steps if not written.isdisjoint(memory)}
+        steps = {node for node, written in self._steps.items() if not written.isdisjoint(memory)}
         together = set(computed_with(weight, self._idle))
         others = {node for node in self._idle - steps if acts_in_place(node)}
         own = (self._idle - others).union(sources_of(weight))
@@ -240,21 +241,32 @@ def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> Writes:
         names: the name of every parameter and buffer by its id.
     """
     acting = [node for node in gm.graph.nodes if acts_in_place(node)]
-    stored = stored_nodes(gm) if acting else set[fx.Node]()
     memory: dict[int, set[str]] = {}
     for parameter in gm.parameters() if acting else ():
         memory.setdefault(storage_of(parameter), set()).add(names[id(parameter)])
-    found: dict[fx.Node, set[str]] = {}
-    for node in acting:
-        places = memory_written(gm, node, stored)
-        found[node] = set[str]().union(*(memory.get(place, ()) for place in places))
+    places = memory_written(gm, acting, stored_nodes(gm)) if acting else {}
+    found = {node: set[str]().union(*(memory.get(place, ()) for place in places[node])) for node in acting}
     return {node: written for node, written in found.items() if written}
 
 
-def memory_written(gm: fx.GraphModule, node: fx.Node, stored: set[fx.Node]) -> set[int]:
-    """Where in memory a node that acts in place writes, as far as that are ``stored`` values."""
-    values = [computed(gm, written) for written in written_by(node) if written in stored]
-    return {storage_of(value) for value in tensors(values)}
+def memory_written(
+    gm: fx.GraphModule, acting: Iterable[fx.Node], stored: set[fx.Node]
+) -> dict[fx.Node, set[int]]:
+    """Where in memory each node that acts in place writes, as far as that are ``stored`` values.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        acting: the nodes.
+        stored: what is `stored_nodes` in it.
+    """
+    run = fx.Interpreter(gm, garbage_collect_values=False)
+    found: dict[fx.Node, set[int]] = {}
+    for node in acting:
+        targets = [written for written in written_by(node) if written in stored]
+        for target in targets:
+            _run_through(run, [source for source in sources_of(target) if source not in run.env])
+        found[node] = {storage_of(value) for value in tensors([run.env[target] for target in targets])}
+    return found
 
 
 def read_before_written(

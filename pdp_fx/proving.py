@@ -122,10 +122,14 @@ def _converted(gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None) -> 
         ctx.put(pruner.channels)
     gm.eval()
     if inputs is not None:
-        with Precision() as precision:
+        rounding = TOLERANCE[torch.float32]
+        if tolerance < rounding:
+            # A model of float64 weights may cast to float32 inside, as norms of language models do.
+            with Precision() as precision:
+                outputs = eval_outputs(gm, inputs)
+            tolerance = tolerance if precision.double else rounding
+        else:
             outputs = eval_outputs(gm, inputs)
-        # A model of float64 weights may cast to float32 inside, as norms of language models do.
-        rounding = 0.0 if precision.double else TOLERANCE[torch.float32]
-        ctx.put(Reference(outputs, max(tolerance, rounding)))
+        ctx.put(Reference(outputs, tolerance))
     CONVERT.run(gm, ctx, on_pass)
     return plain(gm)

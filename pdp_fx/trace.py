@@ -326,11 +326,12 @@ def _reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcom
 def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
     tree = mirror(model, frozenset(whole.path for whole in recordings.opaque))
     graph, protected = write_graph(tree, model, recordings.alignment, gate_all)
-    gm = TracedModule(tree, graph, type(model).__name__)
+    gm = TracedModule(tree, fx.Graph(), type(model).__name__)
+    graph.owning_module = gm
+    without_dead_code(graph, protected)
+    gm.graph = graph
     with preserved(model):
         gm.always_eval = always_eval(model)
-    without_dead_code(graph, protected)
-    gm.recompile()
     return gm
 
 

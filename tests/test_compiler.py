@@ -82,6 +82,25 @@ def test_passes_run_in_order_and_leave_records() -> None:
     assert torch.equal(gm(torch.zeros(3)), torch.full((3,), 4.0))
 
 
+@dataclass(frozen=True)
+class Call(Pass):
+    """Leaves what the module gives."""
+
+    name: ClassVar[str] = "call"
+    calls: ClassVar[bool] = True
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
+        ctx.put(gm(torch.zeros(3)))
+        return False
+
+
+def test_a_pass_that_calls_the_module_meets_the_graph_as_it_is() -> None:
+    gm, ctx = tiny()
+    Pipeline((Double(), Call(), Double())).run(gm, ctx)
+    assert torch.equal(ctx.get(torch.Tensor), torch.full((3,), 2.0))
+    assert torch.equal(gm(torch.zeros(3)), torch.full((3,), 4.0))
+
+
 def test_the_callback_sees_the_graph_before_and_after_every_pass() -> None:
     gm, ctx = tiny()
     seen: list[tuple[bool, str]] = []

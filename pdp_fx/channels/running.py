@@ -130,7 +130,7 @@ def evaluating(gm: fx.GraphModule) -> Generator[None]:
             yield
     finally:
         for module, training in modes.items():
-            module.training = training
+            vars(module)["training"] = training
 
 
 def run(

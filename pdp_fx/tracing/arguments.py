@@ -12,7 +12,6 @@ from pdp_fx.tracing.steps import Expr, UnrecordableError
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
     as_base,
-    children,
     has_tensors,
     is_namedtuple,
     is_record,
@@ -122,13 +121,13 @@ def stripped(arg: Any) -> Any:
     return type(arg)(stripped(part) for part in arg) if isinstance(arg, tuple | list) else arg
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> list[Any]:
     """All that is in a nest of tuples, lists and dicts."""
-    if isinstance(tree, tuple | list | dict):
-        for _, _, part in children(tree):
-            yield from leaves(part)
-    else:
-        yield tree
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if not isinstance(tree, tuple | list):
+        return [tree]
+    return [leaf for part in tree for leaf in leaves(part)]
 
 
 def all_values(tree: Any) -> Iterator[Any]:

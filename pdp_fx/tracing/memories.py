@@ -23,6 +23,10 @@ from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.sizes import Live
 
 _Memory = functools._lru_cache_wrapper
+
+_NOT_THEIRS = (torch.__name__, __name__.partition(".")[0])
+"""Packages whose functions know no live numbers by value."""
+
 _found: dict[str, tuple[int, tuple[str, ...]]] = {}
 """For each Python module how many names it had when it was last looked through, and those that remember."""
 
@@ -69,7 +73,7 @@ def _names(module_name: str, contents: Mapping[str, Any]) -> tuple[str, ...]:
     """The names in a Python module; there are thousands, so one is looked through when it has grown only."""
     size, names = _found.get(module_name, (-1, ()))
     if size != len(contents) or any(type(contents.get(name)) is not _Memory for name in names):
-        own = module_name.partition(".")[0] == torch.__name__
+        own = module_name.partition(".")[0] in _NOT_THEIRS
         names = () if own else tuple(_remembering(contents))
         _found[module_name] = len(contents), names
     return names

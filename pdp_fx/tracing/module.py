@@ -21,13 +21,26 @@ class TracedModule(fx.GraphModule):
     """A graph module with all parameters, buffers and submodules of the model it was traced from."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph, class_name: str = "GraphModule") -> None:
-        super().__init__(root, graph, class_name)
+        super().__init__(nn.Module(), fx.Graph(), class_name)
+        self.training = root.training
         for name in _TREE:
             mine, theirs = vars(self)[name], vars(root)[name]
             mine.clear()
             mine.update(theirs)
         self.always_eval: tuple[str, ...] = vars(root).get("always_eval", ())
         """Paths of modules that the model's own `train` keeps in eval mode."""
+        self.graph = graph
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module at a path, straight from the tables, for every pass asks for all of them.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        found: nn.Module | None = self
+        for name in target.split(".") if target else ():
+            found = None if found is None else found._modules.get(name)
+        return super().get_submodule(target) if found is None else found
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as the model's own `train` does."""

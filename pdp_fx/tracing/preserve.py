@@ -115,12 +115,10 @@ class _Saved:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes = dict(vars(module))
-        # Most of the dozen tables of a module are empty.
-        self.contents = [
-            (name, value, value.copy() if value else None)
-            for name, value in self.attributes.items()
-            if isinstance(value, _CONTAINERS)
-        ]
+        tables = [item for item in self.attributes.items() if isinstance(item[1], _CONTAINERS)]
+        self.contents = [(name, table, table.copy()) for name, table in tables if table]
+        # Most of the dozen tables of a module.
+        self.empty = {name: table for name, table in tables if not table}
         self.buffers = [
             (buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None
         ]
@@ -132,17 +130,22 @@ class _Saved:
 
     def restore(self) -> None:
         state = vars(self.module)
+        if "training" in state:
+            # All that most runs change.
+            state["training"] = self.attributes["training"]
         if not _identical(state, self.attributes):
             self._note(*(name for name in {**state, **self.attributes} if self._is_other(name)))
             state.clear()
             state.update(self.attributes)
-        for name, container, content in self.contents:
-            if content is not None and not _same_content(container, content):
+        for name, table, content in self.contents:
+            if not _same_content(table, content):
                 self._note(name)
-                _refill(container, content)
-            elif content is None and container:
-                self._note(name)
-                container.clear()
+                _refill(table, content)
+        if any(self.empty.values()):
+            filled = [name for name, table in self.empty.items() if table]
+            self._note(*filled)
+            for name in filled:
+                self.empty[name].clear()
         _put_back(self.buffers)
         for parameter, wanted in self.gradients:
             if parameter.requires_grad != wanted:

@@ -78,16 +78,15 @@ def tensors_and_numbers(value: Any) -> Iterator[torch.Tensor | complex]:
     yield from _leaves(value, (torch.Tensor, int, float, complex), set())
 
 
-def flat_tensors(arguments: Any) -> Iterator[torch.Tensor]:
+def flat_tensors(arguments: Any) -> list[torch.Tensor]:
     """The tensors among the arguments or results of an operator, which holds them in lists at most."""
     if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, list | tuple):
-        for part in arguments:
-            yield from flat_tensors(part)
-    elif isinstance(arguments, dict):
-        for part in arguments.values():
-            yield from flat_tensors(part)
+        return [arguments]
+    if isinstance(arguments, dict):
+        arguments = list(arguments.values())
+    if not isinstance(arguments, list | tuple):
+        return []
+    return [tensor for part in arguments for tensor in flat_tensors(part)]
 
 
 def has_tensors(value: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -96,7 +97,7 @@ class Watch(TorchDispatchMode):
         self.touched = set()
         state = torch.default_generator.get_state()
         yield self
-        self.random = self.random or not torch.equal(state, torch.default_generator.get_state())
+        self.random = self.random or _has_moved(state)
 
     def __torch_dispatch__(
         self,
@@ -135,6 +136,12 @@ class Watch(TorchDispatchMode):
             for tensor in flat_tensors(result):
                 if all(tensor is not other for other in read):
                     self._ragged[tensor] = True
+
+
+def _has_moved(state: torch.Tensor) -> bool:
+    """Whether torch's generator has drawn since; asked without anybody listening."""
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        return not torch.equal(state, torch.default_generator.get_state())
 
 
 def _updates(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
