@@ -74,6 +74,36 @@ def _is_tuple(target: ast.expr) -> bool:
     )
 
 
+def multiplies_sizes(frame: FrameType) -> bool:
+    """Whether the product of the shape that the frame reads is taken, as in `x.shape[1:].numel()`.
+
+    It may be taken there, or of the name that the function gives to the shape.
+    """
+    located = expression_at(frame) if "numel" in frame.f_code.co_names else None
+    if located is None:
+        return False
+    child, parents = located.node, [*located.parents]
+    while isinstance(parents[-1], ast.Subscript) and parents[-1].value is child:
+        child = parents.pop()
+    parent = parents[-1]
+    if isinstance(parent, ast.Attribute):
+        return parent.attr == "numel"
+    targets = parent.targets if isinstance(parent, ast.Assign) else [getattr(parent, "target", None)]
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    scope = next((each for each in reversed(parents) if isinstance(each, ast.FunctionDef)), parents[0])
+    return bool(names) and any(
+        isinstance(each, ast.Attribute) and each.attr == "numel" and _root(each.value) in names
+        for each in ast.walk(scope)
+    )
+
+
+def _root(value: ast.expr) -> str:
+    """The name whose part an expression is, as in `shape[1:][0]`."""
+    while isinstance(value, ast.Subscript):
+        value = value.value
+    return value.id if isinstance(value, ast.Name) else ""
+
+
 def only_says(frame: FrameType) -> bool:
     """Whether what the frame computes ends in a message, as in `print(...)` or `raise ...`."""
     located = expression_at(frame)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing import functions
-from pdp_fx.tracing.expressions import only_checks, only_unpacks
+from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_unpacks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
-from pdp_fx.tracing.sizes import plain
+from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import Expr, NumberReadError, UnrecordableError, Value, is_data
 from pdp_fx.tracing.watch import storage_of
@@ -60,10 +60,12 @@ def _as_often(recorder: Recorder, value: Value, number: int) -> None:
     recorder.steps.append(check_step([(value, number)], message, recorder.scope, source))
 
 
-def _shape(recorder: Recorder, tensor: torch.Tensor) -> torch.Size:
+def _shape(recorder: Recorder, tensor: torch.Tensor) -> tuple[int, ...]:
     value = recorder.origins.value(tensor)
     sizes = recorder.run(torch.Tensor.size, (tensor,), {})
-    return torch.Size([recorder.live(number, "size", value, axis) for axis, number in enumerate(sizes)])
+    found = [recorder.live(number, "size", value, axis) for axis, number in enumerate(sizes)]
+    frame = user_frame()
+    return LiveShape(found) if frame is not None and multiplies_sizes(frame) else torch.Size(found)
 
 
 def _size(recorder: Recorder, tensor: torch.Tensor, dim: int | None = None) -> Any:

@@ -7,6 +7,7 @@ branch in the graph, which therefore checks the comparison. `int(...)`, `float(.
 numbers; the graph checks that they come from the same ones.
 """
 
+import functools
 import math
 import operator
 import sys
@@ -61,6 +62,18 @@ class LiveFloat(float):
 
 
 Live = LiveInt | LiveFloat
+
+
+class LiveShape(tuple[int, ...]):
+    """A shape whose product stays alive; that of a `torch.Size` is a plain number."""
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        return LiveShape(found) if isinstance(place, slice) else found
+
+    def numel(self) -> int:
+        """The product of the sizes."""
+        return functools.reduce(operator.mul, self, 1)
 
 
 def live(number: Any, value: Value, session: Session) -> Any:

@@ -1,5 +1,6 @@
 import copy
 import math
+from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -406,6 +407,30 @@ def test_the_number_of_elements_and_a_constants_item_stay_alive() -> None:
             return x.sum() / x.numel() + torch.zeros(int(count) if count < 0 else 1)
 
     exact(Mean(), torch.randn(2, 4), torch.randn(3, 4))
+
+
+def named(x: Tensor) -> int:
+    shape = x.shape
+    return shape[1:].numel()
+
+
+def sliced_and_named(x: Tensor) -> int:
+    inner: torch.Size = x.size()[1:]
+    return inner[:1].numel() * inner[1:].numel()
+
+
+@pytest.mark.parametrize("product", [lambda x: x.shape[1:].numel(), named, sliced_and_named])
+def test_the_product_of_a_shape_stays_alive(product: Callable[[Tensor], int]) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            return y.reshape(-1, product(y)).sum(1) / product(y) + y.shape.numel()
+
+    exact(Flat(), torch.randn(2, 3, 4, 4), torch.randn(4, 3, 4, 2))
 
 
 def test_the_device_is_read_from_the_tensor() -> None:
