@@ -23,7 +23,7 @@ import pdp_fx
 from benchmarks import results
 from benchmarks.cifar_table import name_of
 from benchmarks.data import Batches
-from benchmarks.methods import Budget, pdp_channels, scored_channels
+from benchmarks.methods import CHANNEL_METHODS, Budget, scored_channels
 from benchmarks.peer_training import PeerTrainer
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record, spread
@@ -41,7 +41,7 @@ SCORES: dict[str, Callable[[nn.Module, Callable[[nn.Module], Tensor]], None]] = 
     "scp-style": scp_style,
     "nisp-style": nisp_style,
 }
-METHODS = ("dense", "pdp", "tp-group-norm", "tp-group-norm-global", *SCORES)
+METHODS = ("dense", *CHANNEL_METHODS, "tp-group-norm", "tp-group-norm-global", *SCORES)
 SCORED_BATCHES = 8
 
 
@@ -111,7 +111,7 @@ class ChannelTable(ImageTable[Run]):
             across = run.method.endswith("global")
             return PeerTrainer(model, None, budget, settings, reduction=reduction, across=across)
         scored = run.method in SCORES
-        method = scored_channels(budget) if scored else pdp_channels(budget)
+        method = scored_channels(budget) if scored else CHANNEL_METHODS[run.method](budget, None)
         example = torch.zeros(2, 3, 32, 32, device=self.settings.device)
         prepared = pdp_fx.prepare(model, method.channel_spec(reduction), example)
         if not scored:

@@ -230,11 +230,6 @@ def scored_channels(budget: Budget) -> Method:
     return Method(ScoredChannels, schedule, "uniform", restarts=(cut,))
 
 
-def pdp_channels(budget: Budget) -> Method:
-    """PDP for channels."""
-    return _pdp(budget, None)
-
-
 METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp-paper": partial(_pdp, min_keep=0.0),
     "pdp": _pdp,
@@ -254,3 +249,9 @@ METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "spartan": _spartan,
 }
 """What makes a method for a budget and, where its sparsity follows from one, a knob."""
+
+CHANNEL_METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
+    "pdp": _pdp,
+    "pdp-hard": _pdp_hard,
+}
+"""The same for whole channels that are chosen in training."""
