@@ -19,7 +19,7 @@ from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.record import Record, StandIn
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
-from pdp_fx.example_inputs import fresh, trial
+from pdp_fx.example_inputs import Shapes, fresh, trial
 from pdp_fx.passes.shrink_channels import Shrunk
 
 
@@ -36,6 +36,7 @@ class CheckOrder(Pass):
         with trial(gm):
             inputs, grouped = fresh(ctx.example_inputs), shrunk.found.grouped
             after = observe(gm, inputs, {}, grouped, _left(gm, shrunk.found)).record
+        ctx.put(Shapes({node: values[0].shape for node, values in after.values.items() if values}))
         wrong = _new_meetings(shrunk, after)
         if wrong:
             raise VerifyError(

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.example_inputs import shapes
+from pdp_fx.example_inputs import Shapes, shapes
 from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.passes.harden_masks import swap_tensors
 from pdp_fx.tracing.functions import METADATA, SIZES
-from pdp_fx.tracing.inputs import Inputs
 
 BIAS = 2
 """The place of the bias among the arguments of a convolution or linear function."""
@@ -51,7 +50,7 @@ class FoldBatchNorm(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         uses = _uses(gm)
         pairs = [pair for node in gm.graph.nodes if (pair := _foldable(gm, node, uses))]
-        pairs = _on_channels(gm, pairs, ctx.example_inputs)
+        pairs = _on_channels(gm, pairs, ctx)
         for pair in pairs:
             _absorb(gm, pair)
             pair.norm.replace_all_uses_with(pair.layer)
@@ -95,11 +94,12 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(vars(module)[table] for table in ("_forward_hooks", "_forward_pre_hooks"))
 
 
-def _on_channels(gm: fx.GraphModule, pairs: list[Pair], inputs: Inputs | None) -> list[Pair]:
+def _on_channels(gm: fx.GraphModule, pairs: list[Pair], ctx: Context) -> list[Pair]:
     """The pairs whose layer has its outputs on axis 1: it has as many axes as its weight then."""
     ranks = {pair.norm.name: pair.after.ranks for pair in pairs}
-    if inputs is not None and any(len(possible) > 1 for possible in ranks.values()):
-        seen = shapes(gm, inputs)
+    if ctx.example_inputs is not None and any(len(possible) > 1 for possible in ranks.values()):
+        known = ctx.find(Shapes)
+        seen = shapes(gm, ctx.example_inputs) if known is None else known.found
         ranks = {norm: (len(seen[norm]),) for norm in ranks}
     return [pair for pair in pairs if ranks[pair.norm.name] == (_weight(pair.before.module).ndim,)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,6 +73,13 @@ class _Shapes(fx.Interpreter):
         if isinstance(result, Tensor):
             self.found[n.name] = tuple(result.shape)
         return result
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What `shapes` would give, from a pass that has run the graph for another reason."""
+
+    found: dict[str, tuple[int, ...]]
 
 
 def shapes(gm: fx.GraphModule, inputs: Inputs) -> dict[str, tuple[int, ...]]:

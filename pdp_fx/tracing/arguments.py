@@ -1,6 +1,5 @@
 """Writing the arguments and results of calls as values."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -130,7 +129,9 @@ def leaves(tree: Any) -> list[Any]:
     return [leaf for part in tree for leaf in leaves(part)]
 
 
-def all_values(tree: Any) -> Iterator[Any]:
+def all_values(tree: Any) -> list[Any]:
     """All that is in a nest of tuples, lists, dicts and slices, such as an argument written as values."""
+    found: list[Any] = []
     for leaf in leaves(tree):
-        yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        found += (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+    return found

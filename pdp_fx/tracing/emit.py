@@ -46,6 +46,9 @@ class _Merge:
         self.alignment = alignment
         self.gate_all = gate_all
         self._nodes: dict[tuple[bool, Step], fx.Node] = {}
+        # Expressions hold others; their keys are numbers, so that none is taken apart twice.
+        self._keys: dict[Expr, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._places = {step: i for i, pair in enumerate(alignment.pairs) for step in pair.steps}
         self._shared = self._expressions(False) & self._expressions(True)
         self._single: set[tuple[bool, Step | None]] = set()
@@ -78,9 +81,12 @@ class _Merge:
         """What an expression of either mode is, in terms of the places of steps."""
         if isinstance(value, Step):
             return "step", self._places[value]
-        if isinstance(value, Expr):
-            return value.call, tuple(self._key(part) for part in all_values((value.args, value.kwargs)))
-        return type(value), value
+        if not isinstance(value, Expr):
+            return type(value), value
+        if value not in self._keys:
+            parts = tuple(self._key(part) for part in all_values((value.args, value.kwargs)))
+            self._keys[value] = self._numbers.setdefault((value.call, parts), len(self._numbers))
+        return Expr, self._keys[value]
 
     def _gate_of_expression(self, value: Expr, training: bool) -> Gate | None:
         """A condition for an expression of one mode that may fail in the other.

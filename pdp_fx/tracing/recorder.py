@@ -341,7 +341,7 @@ class Recorder:
         result = self.run(call, args, kwargs)
         if isinstance(call, Apply) and self.watch.read_numbers:
             raise UnrecordableError(f"looks at numbers in the autograd function {call.__name__}")
-        values = list(all_values((step.args, step.kwargs)))
+        values = all_values((step.args, step.kwargs))
         whole = step.op == "call_module" or bool(step.reason)
         step.random, step.updates = self.watch.random, self.watch.updates
         step.data = whole or step.random or any(is_data(value) for value in values)
