@@ -57,6 +57,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
     importlib.import_module("torch._dynamo")
     attention = _unfolded(functional.multi_head_attention_forward)
     with (
+        without_memory(recorder),
         replaced(builtins, "len", _length(recorder)),
         replaced(torch.compiler, "is_compiling", _is_compiling(recorder)),
         replaced(transformer, LOOKS_AT_MASK, _looks_at_mask(recorder)),
@@ -68,7 +69,6 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
         _autocasts(recorder),
         _methods_whole(recorder),
-        without_memory(recorder),
         casting(recorder),
         gradient_blocks(recorder),
         recorder.watch,
