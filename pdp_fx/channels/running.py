@@ -130,7 +130,7 @@ def evaluating(gm: fx.GraphModule) -> Generator[None]:
             yield
     finally:
         for module, training in modes.items():
-            vars(module)["training"] = training
+            module.training = training
 
 
 def run(

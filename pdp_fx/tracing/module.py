@@ -37,10 +37,15 @@ class TracedModule(fx.GraphModule):
         Raises:
             AttributeError: there is none.
         """
-        found: nn.Module | None = self
+        found: nn.Module = self
         for name in target.split(".") if target else ():
-            found = None if found is None else found._modules.get(name)
-        return super().get_submodule(target) if found is None else found
+            # That of a scripted module is no dict, and a path may lead nowhere.
+            table = found._modules
+            part = table.get(name) if type(table) is dict else None
+            if part is None:
+                return super().get_submodule(target)
+            found = part
+        return found
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as the model's own `train` does."""

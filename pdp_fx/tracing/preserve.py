@@ -114,6 +114,7 @@ class _Saved:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.training = module.training
         self.attributes = dict(vars(module))
         tables = [item for item in self.attributes.items() if isinstance(item[1], _CONTAINERS)]
         self.contents = [(name, table, table.copy()) for name, table in tables if table]
@@ -130,9 +131,9 @@ class _Saved:
 
     def restore(self) -> None:
         state = vars(self.module)
-        if "training" in state:
-            # All that most runs change.
-            state["training"] = self.attributes["training"]
+        if self.module.training != self.training:
+            # All that most runs change; a scripted module keeps it elsewhere.
+            self.module.training = self.training
         if not _identical(state, self.attributes):
             self._note(*(name for name in {**state, **self.attributes} if self._is_other(name)))
             state.clear()

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+import pdp_fx
+from pdp_fx import PruneSpec, Schedule, Unstructured
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from tests.tracing.checks import Around, exact, opaque, targets
@@ -320,6 +322,21 @@ def test_a_part_that_torchscript_has_compiled_stays_whole() -> None:
     model = Around(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
     gm = exact(model, torch.randn(2, 4), torch.randn(3, 4))
     assert "inner" in targets(gm)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_scripted_part_keeps_its_mode_and_its_statistics(training: bool) -> None:
+    model = Around(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))).train(training)
+    x, before = torch.randn(5, 4), {key: value.clone() for key, value in model.state_dict().items()}
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), x)
+    assert [module.training for module in model.modules()] == [training] * 6
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert isinstance(prepared.get_submodule("inner.1"), torch.jit.ScriptModule)
+    with pytest.raises(AttributeError, match="has no attribute `7`"):
+        prepared.get_submodule("inner.7")
+    pdp_fx.step(prepared)
+    assert torch.equal(pdp_fx.convert(prepared)(x), prepared.eval()(x))
 
 
 class Mapped(nn.Module):
