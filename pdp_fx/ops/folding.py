@@ -48,6 +48,7 @@ _FOLDS: dict[Any, tuple[Fold, tuple[str, ...]]] = {
     ),
 }
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_ANY_RANK = (2, 3, 4, 5)
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -78,7 +79,7 @@ def norm_at(gm: fx.GraphModule, node: fx.Node) -> Unfolded | None:
     """The BatchNorm with statistics of its own that ``node`` is in eval mode, or None."""
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
-        ranks = getattr(kind_of(module), "norm_ranks", ())
+        ranks = _ANY_RANK if type(module) is nn.SyncBatchNorm else getattr(kind_of(module), "norm_ranks", ())
         tracked = bool(ranks) and cast(nn.BatchNorm2d, module).running_mean is not None
         return Unfolded(module, _parts(module), None, ranks) if tracked else None
     if node.op != "call_function" or node.target is not functional.batch_norm:
@@ -91,7 +92,7 @@ def norm_at(gm: fx.GraphModule, node: fx.Node) -> Unfolded | None:
         return None
     module: Any = _stand_in(gm, reads)
     module.eps = eps
-    return Unfolded(module, _stored(gm, reads), None, (2, 3, 4, 5), False, reads)
+    return Unfolded(module, _stored(gm, reads), None, _ANY_RANK, False, reads)
 
 
 def _parts(module: nn.Module) -> tuple[nn.Module | Tensor, ...]:

@@ -52,6 +52,7 @@ PAIRS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...]]] = {
     "conv2d": (nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), IMAGE),
     "without bias": (nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6), IMAGE),
     "without affine": (nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, affine=False), IMAGE),
+    "across processes": (nn.Conv2d(4, 6, 3), nn.SyncBatchNorm(6), IMAGE),
     "grouped": (nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6), IMAGE),
     "conv3d": (nn.Conv3d(2, 6, 2), nn.BatchNorm3d(6), (2, 2, 3, 3, 3)),
     "transposed": (nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), IMAGE),
