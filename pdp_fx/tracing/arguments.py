@@ -51,8 +51,7 @@ class Arguments:
         if isinstance(arg, BASE_TYPES):
             return arg
         if is_namedtuple(arg):
-            parts = tuple(self.encode(part) for part in arg)
-            return Expr(type(arg), parts) if _has_own_constructor(arg) else type(arg)(*parts)
+            return Expr(type(arg), tuple(self.encode(part) for part in arg))
         if isinstance(arg, list):
             return [self.encode(part) for part in arg]
         if isinstance(arg, tuple):
@@ -98,11 +97,6 @@ class Arguments:
             else:
                 state[name] = self.output(part)
         return Expr(Build(type(thing), tuple(fixed)), (state,))
-
-
-def _has_own_constructor(arg: tuple[Any, ...]) -> bool:
-    """Whether the class of a named tuple looks at what it is given, as PackedSequence does."""
-    return "__new__" in vars(type(arg)) and any(hasattr(base, "_fields") for base in type(arg).__mro__[1:])
 
 
 def stripped(arg: Any) -> Any:

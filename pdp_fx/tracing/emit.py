@@ -15,7 +15,6 @@ from pdp_fx.tracing.align import Alignment, Pair
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.functions import kept_alive
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, root
-from pdp_fx.tracing.structure import is_namedtuple
 from pdp_fx.tracing.writer import Gate, Writer
 
 
@@ -139,8 +138,6 @@ class _Merge:
         return self._lower_container(tree, training)
 
     def _lower_container(self, tree: Any, training: bool) -> Any:
-        if is_namedtuple(tree):
-            return type(tree)(*(self._lower(part, training) for part in tree))
         if isinstance(tree, tuple):
             return tuple(self._lower(part, training) for part in tree)
         if isinstance(tree, list):
@@ -159,7 +156,7 @@ class _Merge:
             return {key: self._join(in_eval[key], in_train[key], owner) for key in in_eval}
         if isinstance(in_eval, tuple | list) and len(in_eval) == len(in_train):
             parts = [self._join(a, b, owner) for a, b in zip(in_eval, in_train, strict=True)]
-            return type(in_eval)(*parts) if is_namedtuple(in_eval) else type(in_eval)(parts)
+            return type(in_eval)(parts)
         return self.writer.pick(in_eval, in_train, owner)
 
 
