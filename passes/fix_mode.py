@@ -36,7 +36,7 @@ class FixMode(Pass):
                 known[node] = False
             elif node.target is operator.not_ and isinstance(node.args[0], bool):
                 known[node] = not node.args[0]
-            elif node.target is operator.getitem and isinstance(node.args[0], tuple):
+            elif node.target is operator.getitem and isinstance(node.args[0], dict):
                 known[node] = node.args[0][node.args[1]]
             elif isinstance(node.target, When) and not node.args[0]:
                 known[node] = None

@@ -1,7 +1,7 @@
 """Writing one graph from the recordings of both modes.
 
-A step that both modes share becomes one node. Where its arguments differ, `operator.getitem((in_eval,
-in_train), training)` picks one; a flag that is False in eval and True in train becomes the training flag
+A step that both modes share becomes one node. Where its arguments differ, `{False: in_eval, True:
+in_train}[training]` picks one; a flag that is False in eval and True in train becomes the training flag
 itself. A step of one mode only runs in both if that can harm nothing, since its result is then simply not
 picked; if it draws random numbers, changes a tensor or needs the result of such a step, it is wrapped in
 `When`.

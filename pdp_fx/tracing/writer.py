@@ -145,7 +145,7 @@ class Writer:
             return self.expression(operator.not_, (flag,), {})
         key = ("pick", _hashable((in_eval, in_train)), flag)
         if key not in self._expressions:
-            choice = ((in_eval, in_train), flag)
+            choice = ({False: in_eval, True: in_train}, flag)
             self._expressions[key] = self._node("call_function", operator.getitem, choice, {})
         return self._expressions[key]
 
