@@ -18,6 +18,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -127,16 +128,48 @@ class Bench(ImageTable[Run]):
         return record
 
     def search(self, run: Run, trials: int) -> None:
-        """Halve the range of a knob until the sparsity is met, each time with a whole training."""
+        """Narrow the range of a knob until the sparsity is met, each time with a whole training."""
         little, much, knob_at = KNOBS[run.method]
+        goal = run.ratio or 0.0
+        low, high = End(little), End(much)
         for _ in range(trials):
-            place = 0.5 * (little + much)
+            place = between(low, high, goal)
             record = self.run(replace(run, ratio=None, knob=knob_at(place)))
-            missing = (run.ratio or 0.0) - record["sparsity"]
-            print(f"{record['key']}: sparsity {record['sparsity']:.4f}, wanted {run.ratio}", flush=True)
-            if abs(missing) < 0.002:
+            found = record["sparsity"]
+            print(f"{record['key']}: sparsity {found:.4f}, wanted {goal}", flush=True)
+            if abs(goal - found) < 0.002:
                 return
-            little, much = (place, much) if missing > 0 else (little, place)
+            if found < goal:
+                low = End(place, found)
+            else:
+                high = End(place, found)
+
+
+class End(NamedTuple):
+    """An end of the range of a search: its place, and the sparsity there once it is known."""
+
+    place: float
+    sparsity: float | None = None
+
+
+def between(low: End, high: End, goal: float) -> float:
+    """Where to look next between a place with too little sparsity and one with too much.
+
+    Returns:
+        The middle, or where a straight line through the logarithms of the shares that stay meets the goal,
+        at least a tenth of the range away from both ends, so that the range shrinks from either side.
+
+    Example:
+        >>> between(End(0.0), End(1.0, 0.99), 0.9)
+        0.5
+        >>> round(between(End(0.0, 0.5), End(1.0, 0.99), 0.9), 3)
+        0.411
+    """
+    share = 0.5
+    if low.sparsity is not None and high.sparsity is not None:
+        most, wanted, least = (math.log(max(1 - s, 1e-3)) for s in (low.sparsity, goal, high.sparsity))
+        share = min(max((most - wanted) / (most - least), 0.1), 0.9)
+    return low.place + share * (high.place - low.place)
 
 
 def pattern(text: str) -> tuple[int, int]:

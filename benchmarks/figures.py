@@ -10,10 +10,12 @@ means over seeds; bands and whiskers reach from the lowest seed to the highest.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -30,6 +32,14 @@ from pdp_fx.demo.plots import COLOURS, DOTS_PER_INCH, new_figure, plot_sparsity
 PAPER_TAU = 1e-4
 
 Point = tuple[str, str, object]
+
+
+class Mark(NamedTuple):
+    """How a point is drawn: its marker, whether it is filled, and the character that shows it in a text."""
+
+    marker: str
+    fill: Literal["full", "none"]
+    shown: str
 
 
 @dataclass(frozen=True)
@@ -114,10 +124,9 @@ def draw_macs(chosen: Chosen, path: Path) -> bool:
     figure, axes = new_figure("Accuracy against multiply-accumulates", width=8.5, height=5)
     names = list(dict.fromkeys(r["method"] for r in [*chosen.weights, *chosen.channels]))
     colours = {name: colormaps["tab20"](place % 20) for place, name in enumerate(names)}
-    styles = {"own": ("o", "full"), "common": ("o", "none"), "channels": ("s", "full")}
+    marks = _marks(points)
     labelled: set[str] = set()
     for (block, name, _), records in points.items():
-        marker, fill = styles.get(block, ("^", "full"))
         accuracies = [100 * record["hard"] for record in records]
         middle = statistics.fmean(accuracies)
         axes.errorbar(
@@ -125,18 +134,29 @@ def draw_macs(chosen: Chosen, path: Path) -> bool:
             middle,
             [[middle - min(accuracies)], [max(accuracies) - middle]],
             color=colours[name],
-            marker=marker,
-            fillstyle=fill,  # pyright: ignore[reportArgumentType]
+            marker=marks[block].marker,
+            fillstyle=marks[block].fill,
             label="" if name in labelled else name,
         )
         labelled.add(name)
     axes.set_xscale("log")
-    axes.set_xlabel(
-        "e6 multiply-accumulates; round: own allocation, hollow: common, square: channels, triangle: N:M"
-    )
+    shown = "   ".join(f"{mark.shown} {block}" for block, mark in marks.items())
+    axes.set_xlabel(f"e6 multiply-accumulates   {shown}")
     axes.set_ylabel("accuracy with hard masks, %")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     return _saved(figure, path, True, legend=False)
+
+
+def _marks(points: Iterable[Point]) -> dict[str, Mark]:
+    """The mark of each block that has points: round, square, and a triangle of its own for each pattern."""
+    marks = {
+        "own": Mark("o", "full", "●"),
+        "common": Mark("o", "none", "○"),
+        "channels": Mark("s", "full", "■"),
+    }
+    patterns = sorted({block for block, _, _ in points if ":" in block})
+    ways = zip(patterns, itertools.cycle(("^▲", "v▼", "<◀", ">▶")), strict=False)
+    return marks | {pattern: Mark(marker, "full", shown) for pattern, (marker, shown) in ways}
 
 
 def draw_tau(chosen: Chosen, path: Path) -> bool:

@@ -17,6 +17,9 @@ from benchmarks.training import Feed, Trainer
 REGULARISATION = 5e-4
 """What its authors use on CIFAR, in the place of weight decay."""
 
+RATES = 391 * (60 * 0.01 + 20 * 0.001 + 20 * 0.0001)
+"""The sum of the learning rates of their training under regularisation, of 100 epochs."""
+
 NORMALIZER = "max"
 """What they divide the scores of a group by on CIFAR, so that groups can be ranked together."""
 
@@ -26,7 +29,6 @@ class PeerTrainer(Trainer):
     """A dense net whose groups are drawn towards 0 and sliced half way, by Torch-Pruning.
 
     As in its authors' script (reproduce/main.py, method "group_sl"), there is no weight decay until then.
-    A run that is stopped starts from the beginning: the sliced model has other shapes than a fresh one.
 
     Attributes:
         reduction: share of the multiply-accumulates to save, counted as everywhere in this package.
@@ -41,7 +43,13 @@ class PeerTrainer(Trainer):
         super().__post_init__()
         for group in self.optimizers[0].param_groups:
             group["weight_decay"] = 0.0
-        self.peer = _pruner(self.model, 0.5, self.across)
+        self.peer = _pruner(self.model, 0.5, self.across, self.regularisation)
+
+    @property
+    def regularisation(self) -> float:
+        """As strong over all epochs until the cut and their learning rates as over its authors' hundred."""
+        steps = range(self.cut * self.budget.steps)
+        return REGULARISATION * RATES / sum(self.settings.rate * self.rate_factor(step) for step in steps)
 
     @property
     def cut(self) -> int:
@@ -63,15 +71,20 @@ class PeerTrainer(Trainer):
 
     def after_epoch(self, batches: Feed) -> None:
         if self.done + 1 == self.cut:
-            self.model = sliced(self.model, self.reduction, self.across)
-            self.optimizers = self.fresh_optimizers()
-
-    def save(self, path: Path) -> None:
-        """Nothing: see above."""
+            self._slice()
 
     def load(self, path: Path) -> str:
-        """Nothing: see above."""
-        return self.settings.precision
+        """Go on from what `save` wrote; where channels are gone, they go again from the weights of then."""
+        dense = torch.load(path, map_location=self.settings.device)["remembered"]
+        if dense is not None:
+            self.model.load_state_dict(dense)
+            self._slice()
+        return super().load(path)
+
+    def _slice(self) -> None:
+        self.remembered = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.model = sliced(self.model, self.reduction, self.across)
+        self.optimizers = self.fresh_optimizers()
 
 
 def sliced(model: nn.Module, reduction: float, across: bool) -> nn.Module:
@@ -114,14 +127,14 @@ def macs_of(model: nn.Module) -> int:
     return sum(found)
 
 
-def _pruner(model: nn.Module, ratio: float, across: bool) -> Any:
+def _pruner(model: nn.Module, ratio: float, across: bool, regularisation: float = 0.0) -> Any:
     peer = importlib.import_module("torch_pruning")
     example = torch.zeros(2, 3, 32, 32, device=next(model.parameters()).device)
     return peer.pruner.GroupNormPruner(
         model,
         example,
         importance=peer.importance.GroupMagnitudeImportance(p=2, normalizer=NORMALIZER),
-        reg=REGULARISATION,
+        reg=regularisation,
         global_pruning=across,
         pruning_ratio=ratio,
         ignored_layers=[model.get_submodule("fc")],

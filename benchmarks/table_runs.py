@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
+from filelock import FileLock
 from torch import nn
 
 import pdp_fx
@@ -90,12 +91,16 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
     def run(self, run: AnyRun) -> Record:
         """The record of a run, from the results or from training it now.
 
+        A process that is at the same run is waited for.
+
         Raises:
             ValueError: the results, or the state of a run that was stopped, are of another precision.
         """
-        found = results.load(self.out).get(run.key)
-        if found is None:
-            return self.train(run)
+        self.states.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._state_of(run).with_suffix(".lock")):
+            found = results.load(self.out).get(run.key)
+            if found is None:
+                return self.train(run)
         self._refuse_other(found["settings"]["precision"], self.out, run)
         return found
 
@@ -105,10 +110,9 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
         if len(feed) == 0:
             raise ValueError(f"{run.key}: the training data do not fill a batch; give a smaller --batch")
         trainer = self.trainer(run, len(feed))
-        state = self.states / f"{run.key.replace(' ', '_')}.pt"
+        state = self._state_of(run)
         if state.exists():
             self._refuse_other(trainer.load(state), state, run)
-        state.parent.mkdir(parents=True, exist_ok=True)
         while trainer.done < run.epochs:
             loss = trainer.epoch(feed)
             left = (run.epochs - trainer.done) * trainer.seconds[-1] / 60
@@ -122,6 +126,9 @@ class Table(ABC, Generic[AnyRun, AnyFeed]):
         results.add(self.out, record)
         state.unlink(missing_ok=True)
         return record
+
+    def _state_of(self, run: AnyRun) -> Path:
+        return self.states / f"{run.key.replace(' ', '_')}.pt"
 
     def _refuse_other(self, precision: str, place: Path, run: AnyRun) -> None:
         """Refuse what was trained in another precision: runs are not told apart by it."""

@@ -28,9 +28,15 @@ from torchvision import datasets, transforms  # pyright: ignore[reportMissingTyp
 import pdp_fx
 from benchmarks.imagenet_recipes import RECIPES, Recipe
 from benchmarks.table_runs import positive
+from benchmarks.training import save_whole
 from pdp_fx import Schedule
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+DECISIVE = (
+    "network", "granularity", "sparsity", "epochs", "ramp_start", "ramp_epsilon", "batch", "image_size",
+    "bf16", "seed",
+)  # fmt: skip
+"""The options that decide what a run becomes, wherever and on how many processes it runs."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Run:
         if dist.is_initialized():
             devices = [place.device] if place.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(self.model, device_ids=devices)
+        self.lines: list[str] = []
         self.first_epoch = self._resume()
 
     def train_epoch(self, epoch: int) -> float:
@@ -116,15 +123,29 @@ class Run:
         return right / seen
 
     def save(self, epoch: int) -> None:
-        """Replace the checkpoint in one go."""
+        """Replace the checkpoint in one go; the log so far is in it, so that no kill loses a line."""
         if self.place.rank == 0:
             parts = {
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "epoch": epoch,
+                "options": self._decisive(),
+                "lines": self.lines,
             }
-            torch.save(parts, self.options.out / "last.part")
-            os.replace(self.options.out / "last.part", self.options.out / "last.pt")
+            save_whole(parts, self.options.out / "last.pt")
+
+    def note(self, **values: Any) -> None:
+        """Print a line of JSON; `write_log` writes it down."""
+        if self.place.rank == 0:
+            self.lines.append(json.dumps(values))
+            print(self.lines[-1], flush=True)
+
+    def write_log(self) -> None:
+        """Replace the log by all lines so far, in one go."""
+        if self.place.rank == 0:
+            part = self.options.out / "log.part"
+            part.write_text("".join(f"{line}\n" for line in self.lines))
+            part.replace(self.options.out / "log.jsonl")
 
     def _prepare(self) -> fx.GraphModule:
         torch.manual_seed(self.options.seed)
@@ -143,9 +164,20 @@ class Run:
         if not path.exists():
             return 0
         saved = torch.load(path, map_location=self.place.device, weights_only=True)
+        now = self._decisive()
+        for name, value in saved["options"].items():
+            if value != now[name]:
+                raise ValueError(
+                    f"{path} is of a run with {name} {value}, this one has {now[name]}: give another --out"
+                )
+        self.lines = saved["lines"]
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         return saved["epoch"]
+
+    def _decisive(self) -> dict[str, Any]:
+        """The options that a run must have in common with the one it goes on from."""
+        return {name: getattr(self.options, name) for name in DECISIVE}
 
     def _outputs(self, images: Tensor, model: nn.Module | None = None) -> Tensor:
         images = images.to(self.place.device, memory_format=torch.channels_last, non_blocking=True)
@@ -181,16 +213,19 @@ def train(options: argparse.Namespace, place: Place) -> None:
     """Train, prune and convert; what was reached goes to the log in the output folder."""
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(options, place)
+    run.write_log()
     for epoch in range(run.first_epoch, run.epochs):
         started = time.perf_counter()
         loss = run.train_epoch(epoch)
         pdp_fx.step(run.model)
         top1 = run.accuracy()
+        run.note(epoch=epoch + 1, loss=loss, top1=top1, seconds=time.perf_counter() - started)
         run.save(epoch + 1)
-        log(options, place, epoch=epoch + 1, loss=loss, top1=top1, seconds=time.perf_counter() - started)
+        run.write_log()
     small = pdp_fx.convert(run.model)
     report: dict[str, Any] = {"top1": run.accuracy(small), **sizes(small)}
-    log(options, place, converted=report)
+    run.note(converted=report)
+    run.write_log()
     if place.rank == 0:
         torch.save(small, options.out / "converted.pt")
 
@@ -200,15 +235,6 @@ def sizes(model: nn.Module) -> dict[str, float]:
     weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     count = sum(weight.numel() for weight in weights)
     return {"weights": count, "sparsity": sum(int((weight == 0).sum()) for weight in weights) / count}
-
-
-def log(options: argparse.Namespace, place: Place, **values: Any) -> None:
-    """One line of JSON to the terminal and to the log."""
-    if place.rank == 0:
-        line = json.dumps(values)
-        print(line, flush=True)
-        with (options.out / "log.jsonl").open("a") as file:
-            file.write(line + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -234,6 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
             "--granularity channels: give the share of MACs to save with --sparsity, for the recipe's is "
             "that of single weights; the paper saves 0.549 of ResNet50"
         )
+    if ":" in options.granularity and options.sparsity is not None:
+        parser.error(f"--sparsity: {options.granularity} says already how many weights stay")
     place = Place.join()
     try:
         train(options, place)

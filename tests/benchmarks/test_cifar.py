@@ -1,6 +1,8 @@
 """The CIFAR-10 table on a few tiny images: what it runs, writes, resumes and prints."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from benchmarks import cifar, results
 from benchmarks.cifar_table import as_text
-from benchmarks.training import Trainer
+from benchmarks.training import Settings, Trainer
 from tests.benchmarks.tiny_data import write_cifar10
 
 
@@ -127,6 +129,26 @@ def test_options_that_mean_nothing_are_refused(
 def test_a_batch_that_is_never_full_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ValueError, match="the training data do not fill a batch; give a smaller --batch"):
         cifar.main([*arguments, "--methods", "dense", "--batch", "1000"])
+
+
+def test_processes_that_want_the_same_run_train_it_once(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+    epoch = Trainer.epoch
+
+    def noted(self: Trainer, batches: Any) -> float:
+        trained.append(threading.current_thread().name)
+        return epoch(self, batches)
+
+    monkeypatch.setattr(Trainer, "epoch", noted)
+    run = cifar.Run("dense", "own", None, 0, 3, batch=10)
+    tables = [cifar.Bench(tmp_path, tmp_path / "cifar.jsonl", tmp_path / "s", Settings()) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda table: table.run(run), tables)
+    assert len(trained) == 3
+    assert len(set(trained)) == 1
+    assert first["losses"] == second["losses"]
 
 
 def test_a_search_tries_knobs_until_the_sparsity_is_met(arguments: list[str]) -> None:

@@ -99,7 +99,9 @@ def test_the_peer_draws_weights_to_zero_by_its_regularisation_alone_until_it_sli
     left = (after / before).flatten(1)
     # Its factors reach from 1 to 16, and are the same for all weights of a channel.
     torch.testing.assert_close(left, left[:, :1].expand_as(left), rtol=0, atol=2e-6)
-    most, least = ((1 - rates[0] * 5e-4 * f) * (1 - rates[1] * 5e-4 * f) for f in (1, 16))
+    reg = run.regularisation
+    assert reg * sum(rates[:4]) == pytest.approx(5e-4 * 391 * 0.622)
+    most, least = ((1 - rates[0] * reg * f) * (1 - rates[1] * reg * f) for f in (1, 16))
     assert float(left.max()) == pytest.approx(most, abs=2e-6)
     assert float(left.min()) == pytest.approx(least, abs=2e-5)
     run.epoch(Nothing())
@@ -108,6 +110,30 @@ def test_the_peer_draws_weights_to_zero_by_its_regularisation_alone_until_it_sli
     after = run.model.get_parameter("conv1.weight").detach()
     decayed = (1 - rates[4] * 1e-2) * (1 - rates[5] * 1e-2)
     torch.testing.assert_close(after, before * decayed, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stopped", [1, 3])
+def test_the_peer_goes_on_before_and_after_the_slicing_as_if_it_had_not_stopped(
+    stopped: int, tmp_path: Path
+) -> None:
+    def begun() -> PeerTrainer:
+        torch.manual_seed(0)
+        settings = Settings(rate=0.1, warmup=0.0)
+        return PeerTrainer(ResNet20(), None, Budget(4, 2), settings, reduction=0.3, across=True)
+
+    def trained(run: PeerTrainer, until: int) -> PeerTrainer:
+        while run.done < until:
+            run.epoch(Noise())
+        return run
+
+    whole = trained(begun(), 4).model.state_dict()
+    trained(begun(), stopped).save(tmp_path / "state.pt")
+    other = begun()
+    other.load(tmp_path / "state.pt")
+    resumed = trained(other, 4).model.state_dict()
+    assert len(whole["blocks.0.conv1.weight"]) < 16
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
 
 
 def test_the_peer_ranks_groups_together_by_scores_over_their_largest() -> None:

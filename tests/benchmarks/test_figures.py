@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import figures
 
@@ -83,6 +84,19 @@ def test_a_figure_without_records_is_left_out(folder: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "weights: no record has what it shows" in shown
     assert "tau: no record has what it shows" in shown
+
+
+def test_every_pattern_has_a_mark_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = ("own", "common", "1:4", "2:4", "2:8", "4:8")
+    written(folder, "cifar", [cifar("sr-ste", 0, block=block) for block in blocks])
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_: saved.append(figure))
+    figures.main(["--results", str(folder), "--out", str(folder / "out"), "--short", "--figures", "macs"])
+    (axes,) = saved[0].axes
+    marks = [(line.get_marker(), line.get_fillstyle()) for bar in axes.containers for line in bar[:1]]
+    assert len(set(marks)) == len(blocks) + 1
+    for block in (*blocks, "channels"):
+        assert f" {block}" in axes.get_xlabel()
 
 
 def test_other_recipes_are_not_mixed_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

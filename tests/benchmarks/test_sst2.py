@@ -130,7 +130,7 @@ def test_a_teacher_that_is_killed_before_its_record_is_written_gets_one(
             sst2.main(chosen)
     sst2.main(chosen)
     assert list(records(arguments)) == ["teacher", "dense-distilled"]
-    assert [path.suffixes[-2:] for path in (tmp_path / "s").iterdir()] == [[".logits", ".pt"]]
+    assert [path.suffixes[-2:] for path in (tmp_path / "s").glob("*.pt")] == [[".logits", ".pt"]]
 
 
 def test_tuning_sees_training_sentences_only(arguments: list[str], tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(images: Path, out: Path, *more: str, epochs: int = 4) -> list[str]:
-    ramp = ["--ramp-start", "0", "--ramp-epsilon", "0.5", "--sparsity", "0.5"]
+    ramp = ["--ramp-start", "0", "--ramp-epsilon", "0.5"]
+    if ":" not in " ".join(more):
+        ramp += ["--sparsity", "0.5"]
     small = ["--image-size", "32", "--batch", "16", "--workers", "0", "--epochs", str(epochs)]
     return [str(images), "--out", str(out), *ramp, *small, *more]
 
@@ -113,7 +115,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_runs_in_a_process_group(
         monkeypatch.setenv(name, value)
     train_imagenet.main(arguments)
     *epochs, last = lines(tmp_path)
-    assert [line["epoch"] for line in epochs] == [1, 3, 4]
+    assert [line["epoch"] for line in epochs] == [1, 2, 3, 4]
     assert 0.4 < last["converted"]["sparsity"] <= 0.5
 
 
@@ -148,6 +150,7 @@ def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(
     [
         (["--granularity", "channels"], "give the share of MACs to save with --sparsity"),
         (["--epochs", "0"], "--epochs: expected a whole number above 0, got '0'"),
+        (["--granularity", "2:4", "--sparsity", "0.5"], "--sparsity: 2:4 says already how many weights stay"),
         (["--batch", "0"], "--batch: expected a whole number above 0, got '0'"),
     ],
 )
@@ -157,6 +160,14 @@ def test_options_that_the_recipe_would_stand_in_for_are_refused(
     with pytest.raises(SystemExit):
         train_imagenet.main([str(images), "--workers", "0", *more])
     assert message in capsys.readouterr().err
+
+
+def test_a_run_with_other_options_does_not_go_on_from_a_checkpoint(images: Path, tmp_path: Path) -> None:
+    train_imagenet.main(options(images, tmp_path, epochs=3))
+    before = (tmp_path / "log.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"is of a run with seed 0, this one has 1: give another --out"):
+        train_imagenet.main(options(images, tmp_path, "--seed", "1", epochs=3))
+    assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["--sparsity", "--ramp-epsilon"])
