@@ -179,6 +179,29 @@ def test_patterns_have_tables_of_their_own(arguments: list[str], capsys: pytest.
         cifar.main([*arguments, "--methods", "optg", "--patterns", "2:4"])
 
 
+def test_a_table_ends_with_what_is_in_print_of_its_methods() -> None:
+    def record(method: str, block: str, ratio: float | None, hard: float) -> dict[str, Any]:
+        return {
+            "method": method, "block": block, "ratio": ratio, "knob": None, "seed": 0, "epochs": 16,
+            "validated": False, "rate": 0.4, "batch": 128, "hard": hard, "soft": hard, "sparsity": 0.5,
+            "macs": 4e7, "least": 0.1, "seconds": 1.0, "extra": 0,
+        }  # fmt: skip
+
+    records = [
+        record("dense", "own", None, 0.84),
+        record("acdc", "common", 0.863, 0.82),
+        record("acdc", "common", 0.98, 0.70),
+        record("sr-ste", "2:4", 0.5, 0.845),
+        record("spartan", "common", 0.863, 0.80),
+    ]
+    printed = as_text(records, 16).split("Beside what is in print")[1].splitlines()
+    assert [line.split()[:5] for line in printed[3:]] == [
+        ["acdc", "common", "-2.00", "74.7", "75.03"],
+        ["sr-ste", "2:4", "+0.50", "74.6", "77"],
+    ]
+    assert "in print" not in as_text(records[1:], 16)
+
+
 def test_the_table_takes_the_nearest_knob_and_the_spread_of_seeds() -> None:
     def record(**values: Any) -> dict[str, Any]:
         base = {"method": "str", "block": "own", "ratio": None, "knob": None, "seed": 0, "epochs": 16}
