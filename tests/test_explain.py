@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
-from pdp_fx import NM, Channels, Explanation, PruneSpec, StateError, Unstructured
+from pdp_fx import NM, Channels, Explanation, PruneSpec, SpecError, StateError, Unstructured
 from pdp_fx.granularity import Rule, rule_text
 from tests.nets import at_once, net
 
@@ -34,6 +34,19 @@ class Refusing(nn.Module):
         y = self.sorted(x).sort(dim=1).values
         y = self.added(y) + x
         return self.head(torch.relu(self.free(y)))
+
+
+class Keeping(nn.Module):
+    """Returns a hidden layer beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.relu(self.hidden(x))
+        return {"logits": self.head(hidden), "states": hidden}
 
 
 class Picked(nn.Module):
@@ -212,3 +225,12 @@ def test_a_model_that_was_never_prepared_is_refused() -> None:
 )
 def test_a_rule_is_written_without_its_defaults(rule: Rule, text: str) -> None:
     assert rule_text(rule) == text
+
+
+def test_what_a_model_returns_beside_its_outputs_is_named() -> None:
+    with pytest.raises(SpecError) as refused:
+        explained(Keeping(), HALF, 2, 4)
+    lines = str(refused.value).splitlines()
+    returned = "%output: the model returns these channels in"
+    assert f"  hidden: {returned} states; have the model leave states out, if nobody needs it" in lines
+    assert f"  head: {returned} logits" in lines

@@ -43,7 +43,7 @@ from pdp_fx.channels.streams import keep_streams
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.tracing.inputs import Inputs, place_arguments
-from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.structure import children, has_tensors, tensors
 
 RULE_MODULES = (
     rules_attention,
@@ -126,7 +126,7 @@ def observe(
             given = Labelled(tuple(result.shape), flow.layers(result))
             flow.record.values[stored(computed[node.name].parameter)] = (given,)
         if node.op == "output":
-            flow.freeze_all(list(tensors(result)), RETURNED)
+            _keep_returned(flow, result)
 
     def can_mask(node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -137,6 +137,17 @@ def observe(
 
     output = run(gm, inputs, flow, after, can_mask)
     return Observed(flow.record, output)
+
+
+def _keep_returned(flow: LabelFlow, result: Any) -> None:
+    """The channels that the model returns stay; of a dict or a record the reason names the part."""
+    parts = [(key, list(tensors(part))) for _, key, part in children(result) if has_tensors(part)]
+    if len(parts) < 2 or not all(isinstance(key, str) for key, _ in parts):
+        flow.freeze_all(list(tensors(result)), RETURNED)
+        return
+    for place, (key, found) in enumerate(parts):
+        remedy = f"have the model leave {key} out, if nobody needs it" if place else ""
+        flow.freeze_all(found, f"{RETURNED} in {key}", remedy)
 
 
 def _is_over_several(node: fx.Node, flow: LabelFlow) -> bool:
