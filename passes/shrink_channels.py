@@ -152,20 +152,17 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
 
 def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
     """Tell every module its new sizes."""
-    inputs: dict[str, int] = {}
-    for contraction in found.contractions:
-        if contraction.inputs is not None:
-            inputs[contraction.weight] = int((~gone[found.classes[contraction.inputs.numpy()]]).sum())
+
+    def stays(ids: Tensor) -> np.ndarray:
+        return ~gone[found.classes[ids.numpy()]]
+
+    inputs = {use.weight: stays(use.inputs) for use in found.contractions if use.inputs is not None}
+    sites = {site.node: stays(site.ids) for site in found.norms}
+    calls = gm.graph.find_nodes(op="call_module")
+    normalised = {gm.get_submodule(str(n.target)): sites[n.name] for n in calls if n.name in sites}
     names = owned_names(gm)
-    normalised = {site.node: int((~gone[found.classes[site.ids.numpy()]]).sum()) for site in found.norms}
-    for node in gm.graph.find_nodes(op="call_module"):
-        module = gm.get_submodule(str(node.target))
-        kind = kind_of(module)
-        if kind is not None and node.name in normalised:
-            kind.refresh(module, normalised[node.name])
     for module in gm.modules():
         kind = kind_of(module)
-        if kind is None:
-            continue
-        weight = getattr(module, "weight", None)
-        kind.refresh(module, inputs.get(names.get(id(weight), "")))
+        if kind is not None:
+            weight = names.get(id(getattr(module, "weight", None)), "")
+            kind.refresh(module, normalised.get(module, inputs.get(weight)))

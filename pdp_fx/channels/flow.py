@@ -225,6 +225,10 @@ class LabelFlow(TorchDispatchMode):
         """Tie labels that the operation brings together element by element, broadcasting."""
         self.record.ties.tie(left, right)
 
+    def classes(self, ids: Tensor) -> np.ndarray:
+        """The classes of labels by the ties so far."""
+        return self.record.ties.classes()[ids.numpy()]
+
     def bind(self, left: Tensor, right: Tensor) -> None:
         """Tie labels that only have to be kept or dropped together, broadcasting."""
         self.record.ties.bind(left, right)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
 from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits
+from pdp_fx.ops.kinds import groups_left
 from pdp_fx.ops.products import operation_name
 
 GROUPS = 6
@@ -236,12 +237,29 @@ def _normalized_shape(node: fx.Node, job: Job) -> None:
         node.update_kwarg("normalized_shape", (job.source.size(last),))
 
 
-_NORM = Rewrite(_normalized_shape)
+def _norm_groups(node: fx.Node, job: Job) -> None:
+    """A group norm has fewer groups where whole ones have gone."""
+    (given,) = _arguments(node, 1, ("num_groups",), 1)
+    if not job.source.changes(1) and not job.told(node):
+        return
+    before, stays = job.number(given), job.source.stays.get(1)
+    groups = before if stays is None else groups_left(stays, before)
+    new = _unchanged(given, job) if groups == before else groups
+    if len(node.args) > 1:
+        node.update_arg(1, new)
+    else:
+        node.update_kwarg("num_groups", new)
+
+
+_NORM, _GROUP_NORM = Rewrite(_normalized_shape), Rewrite(_norm_groups)
 NORMS: dict[Any, Rewrite] = {
     functional.layer_norm: _NORM, torch.layer_norm: _NORM, functional.rms_norm: _NORM,
     torch.rms_norm: _NORM,
 }  # fmt: skip
 """Norms that are told the number of channels."""
+
+GROUP_NORMS: dict[Any, Rewrite] = {functional.group_norm: _GROUP_NORM, torch.group_norm: _GROUP_NORM}
+"""Norms that are told the number of groups."""
 
 GROUPED: frozenset[Any] = frozenset({
     functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose1d,
@@ -260,9 +278,10 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
         return MODULE_RESIZERS.get(type(gm.get_submodule(str(node.target))))
     if node.target in GROUPED:
         return _GROUPS
-    return NORMS.get(node.target) or RESIZERS.get(node.target) or RESIZERS.get(operation_name(node.target))
+    known = NORMS.get(node.target) or GROUP_NORMS.get(node.target) or RESIZERS.get(node.target)
+    return known or RESIZERS.get(operation_name(node.target))
 
 
 def always_told(node: fx.Node) -> bool:
     """Whether ``node`` is told a number of channels even where it lays nothing out anew."""
-    return node.target in GROUPED or node.target in NORMS or node.target in ALWAYS_TOLD
+    return any(node.target in told for told in (GROUPED, NORMS, GROUP_NORMS, ALWAYS_TOLD))

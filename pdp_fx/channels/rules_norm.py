@@ -70,8 +70,7 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
     for layer in flow.layers(source):
         if layer.support == frozenset({axis}) and (groups or normalised == frozenset({axis})):
             if groups > 1:
-                grid = layer.ids.reshape(groups, -1)
-                flow.bind(grid, grid[:1])
+                _keep_even(layer.ids.reshape(groups, -1), flow)
             if flow.normalise(layer, axis, why, gated=not groups):
                 masked = True
                 kept.append(Layer(layer.ids, torch.ones_like(layer.zero)))
@@ -84,6 +83,13 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
     if not masked:
         flow.freeze_all(affine, why)
     flow.put(result, kept)
+
+
+def _keep_even(grid: Tensor, flow: LabelFlow) -> None:
+    """Keep groups of one size: whole ones go where each is of one class, else the same places of all."""
+    classes = flow.classes(grid)
+    if (classes != classes[:, :1]).any():
+        flow.bind(grid, grid[:1])
 
 
 def _tie_affine(tensor: Tensor, layer: Layer, flow: LabelFlow) -> None:

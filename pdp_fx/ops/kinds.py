@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
@@ -19,18 +20,18 @@ from pdp_fx.ops import explicit_recurrent as recurrent
 from pdp_fx.tracing.leaves import has_own_forward
 
 Fold = Callable[[nn.Module, nn.Module], tuple[Tensor, Tensor]]
-Refresh = Callable[[nn.Module, int | None], None]
+Refresh = Callable[[nn.Module, np.ndarray | None], None]
 
 
-def _refresh_conv(module: nn.Module, inputs: int | None) -> None:
+def _refresh_conv(module: nn.Module, stays: np.ndarray | None) -> None:
     conv = cast(nn.Conv2d, module)
     rows, columns = conv.weight.shape[:2]
-    if conv.groups > 1 and inputs is not None:
-        conv.groups = inputs // columns
+    if conv.groups > 1 and stays is not None:
+        conv.groups = int(stays.sum()) // columns
     conv.out_channels, conv.in_channels = rows, columns * conv.groups
 
 
-def _refresh_transposed(module: nn.Module, inputs: int | None) -> None:
+def _refresh_transposed(module: nn.Module, stays: np.ndarray | None) -> None:
     conv = cast(nn.ConvTranspose2d, module)
     if conv.groups > 1 and conv.groups == conv.in_channels:
         conv.groups = conv.weight.shape[0]
@@ -38,35 +39,40 @@ def _refresh_transposed(module: nn.Module, inputs: int | None) -> None:
     conv.out_channels = columns * conv.groups
 
 
-def _refresh_linear(module: nn.Module, inputs: int | None) -> None:
+def _refresh_linear(module: nn.Module, stays: np.ndarray | None) -> None:
     linear = cast(nn.Linear, module)
     linear.out_features, linear.in_features = linear.weight.shape
 
 
-def _refresh_embedding(module: nn.Module, inputs: int | None) -> None:
+def _refresh_embedding(module: nn.Module, stays: np.ndarray | None) -> None:
     table = cast(nn.Embedding, module)
     table.num_embeddings, table.embedding_dim = table.weight.shape
 
 
-def _refresh_norm(module: nn.Module, inputs: int | None) -> None:
+def _refresh_norm(module: nn.Module, stays: np.ndarray | None) -> None:
     norm = cast(nn.BatchNorm2d, module)
     stored = [tensor for tensor in (norm.weight, norm.running_mean) if tensor is not None]
     norm.num_features = len(stored[0]) if stored else norm.num_features
 
 
-def _refresh_layer_norm(module: nn.Module, inputs: int | None) -> None:
+def _refresh_layer_norm(module: nn.Module, stays: np.ndarray | None) -> None:
     norm = cast(nn.LayerNorm, module)
-    if inputs is not None:
-        norm.normalized_shape = (inputs,)
+    if stays is not None:
+        norm.normalized_shape = (int(stays.sum()),)
 
 
-def _refresh_group_norm(module: nn.Module, inputs: int | None) -> None:
+def _refresh_group_norm(module: nn.Module, stays: np.ndarray | None) -> None:
     norm = cast(nn.GroupNorm, module)
-    if inputs is not None:
-        norm.num_channels = inputs
+    if stays is not None:
+        norm.num_groups, norm.num_channels = groups_left(stays, norm.num_groups), int(stays.sum())
 
 
-def _refresh_nothing(module: nn.Module, inputs: int | None) -> None:
+def groups_left(stays: np.ndarray, groups: int) -> int:
+    """How many of the groups of a group norm have channels left; ``stays`` are booleans, one a channel."""
+    return int(stays.reshape(groups, -1).any(1).sum())
+
+
+def _refresh_nothing(module: nn.Module, stays: np.ndarray | None) -> None:
     """No channels of a recurrent module go."""
 
 
@@ -104,7 +110,7 @@ class ModuleKind:
         parameters: the parameters that can be given; of a recurrent module, which has names for each of its
             layers, none is listed here.
         prunable: whether its weights are pruned unstructured or N:M.
-        refresh: updates the module's sizes from its tensors and its number of input channels.
+        refresh: updates the module's sizes from its tensors and from which of its input channels stay.
         fold: the weight and bias that also do the work of a BatchNorm after the module.
         takes_mask: whether the explicit module takes a mask of the channels it normalises.
         norm_ranks: of a BatchNorm, which can be folded, the numbers of axes that its input may have.

@@ -22,6 +22,9 @@ from torch.nn import functional
 from pdp_fx.ops.select import readable
 from pdp_fx.ops.threshold import compute_dtype
 
+GOES = 0.25
+"""Below this mask a channel goes; those that stay have one of at least a half."""
+
 
 def masked_layer_norm(
     input: Tensor,
@@ -92,7 +95,7 @@ def masked_group_norm(
 
     Args:
         input: shape (batch, channels, *).
-        num_groups: number of groups; every group keeps the same number of channels.
+        num_groups: number of groups; every group keeps the same number of channels, or goes as a whole.
         weight: shape (channels,), or None.
         bias: shape (channels,), or None.
         eps: added to the variance.
@@ -107,6 +110,9 @@ def masked_group_norm(
             input.shape[0], num_groups, mask.numel() // num_groups, -1
         )
         heavy = mask.to(grouped.dtype).reshape(1, num_groups, -1, 1)
+        # A group that goes as a whole has one mask for all its channels, with any of which, 0 too, its
+        # statistics are those of all of them.
+        heavy = torch.where(heavy.amax(2, keepdim=True) < GOES, 1.0, heavy)
         share = heavy / (heavy.sum(2, keepdim=True) * grouped.shape[-1])
         centred = grouped - (grouped * share).sum((2, 3), keepdim=True)
         scaled = centred * torch.rsqrt((centred.square() * share).sum((2, 3), keepdim=True) + eps)

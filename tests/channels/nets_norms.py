@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.channels.construct import Construct, images, sequences
+from tests.channels.construct import Construct, images, sequences, signals
 from tests.channels.nets_refusals import RmsNormByHand, RmsNormStream
 
 
@@ -56,6 +56,62 @@ class GroupNormResidual(nn.Module):
         x = self.stem(x)
         x = x + self.inner(F.relu(self.first(x)))
         return self.head(F.relu(self.last(x)))
+
+
+class GroupNormOfHeads(nn.Module):
+    """A norm of its own for each head (RetNet, RWKV): heads go with their groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, width) for width in (8, 8, 16))
+        self.norm, self.out = nn.GroupNorm(4, 16), nn.Linear(16, 5)
+
+    def normed(self, y: Tensor, heads: int) -> Tensor:
+        return self.norm(y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, 4, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = (q @ k.transpose(-2, -1) @ v).transpose(1, 2)
+        y = self.normed(y.reshape(b * t, -1), y.shape[2])
+        return self.out(y.view(b, t, -1))
+
+
+class GroupNormOfHeadsAsFunction(GroupNormOfHeads):
+    def normed(self, y: Tensor, heads: int) -> Tensor:
+        y = F.group_norm(y, 4, self.norm.weight, self.norm.bias)
+        return F.group_norm(y, num_groups=4)
+
+
+class GroupNormOfCountedHeads(GroupNormOfHeads):
+    """The number of groups is the number of heads that are there."""
+
+    def normed(self, y: Tensor, heads: int) -> Tensor:
+        return torch.group_norm(y, heads, self.norm.weight, self.norm.bias)
+
+
+class GroupNormOfHeadsTwice(GroupNormOfHeads):
+    def normed(self, y: Tensor, heads: int) -> Tensor:
+        return self.norm(F.silu(self.norm(y)))
+
+
+class GroupNormOfSingles(nn.Module):
+    """A group for each channel (Wav2Vec2): a norm over time, which channels can leave."""
+
+    def __init__(self, affine: bool = True) -> None:
+        super().__init__()
+        self.stem, self.inner = nn.Conv1d(3, 8, 3), nn.Conv1d(8, 8, 3, padding=1)
+        self.norm, self.last = nn.GroupNorm(8, 8, affine=affine), nn.GroupNorm(8, 8, affine=affine)
+        self.head = nn.Conv1d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.norm(self.stem(x)))
+        return self.head(F.gelu(self.last(self.inner(x))))
+
+
+class GroupNormOfSinglesWithoutAffine(GroupNormOfSingles):
+    def __init__(self) -> None:
+        super().__init__(affine=False)
 
 
 class NormOfJoined(nn.Module):
@@ -234,6 +290,12 @@ NORMS = (
     Construct(ThroughRmsNormByHand, sequences(), removed=16, through_norms=True),
     Construct(TransformerBlock, sequences(), removed=32, through_norms=True),
     Construct(GroupNormResidual, images(), removed=16, through_norms=True),
+    Construct(GroupNormOfHeads, sequences(), removed=16),
+    Construct(GroupNormOfHeadsAsFunction, sequences(), removed=16),
+    Construct(GroupNormOfCountedHeads, sequences(), removed=16),
+    Construct(GroupNormOfHeadsTwice, sequences(), removed=16),
+    Construct(GroupNormOfSingles, signals(), removed=8),
+    Construct(GroupNormOfSinglesWithoutAffine, signals(), removed=8),
     Construct(NormOfJoined, sequences(), removed=6),
     Construct(NormWithInput, sequences(), removed=4),
     Construct(NormWithoutAffineParts, sequences(), removed=4),

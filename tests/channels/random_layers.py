@@ -143,7 +143,7 @@ LAYERS: dict[str, Layer] = {
         lambda s, k: _up(s, 2 * (k + 1), groups=2),
     ),
     "norm": (only("image"), lambda s, k: nn.BatchNorm2d(s[1], affine=k > 0)),
-    "group_norm": (only("image"), lambda s, k: nn.GroupNorm(1, s[1])),
+    "group_norm": (only("image"), lambda s, k: nn.GroupNorm((1, 2 - s[1] % 2, s[1])[k % 3], s[1])),
     "prelu": (only("image"), lambda s, k: nn.PReLU(s[1] if k else 1)),
     "excite": (only("image"), lambda s, k: Excite(s[1])),
     "scaled": (only("image"), lambda s, k: Scaled(s[1])),
