@@ -16,7 +16,6 @@ from torch import fx, nn
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import idle_in_eval, read_to_write, writes
 from pdp_fx.example_inputs import trial
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import attribute, kind_of, named_modules, owned_names
@@ -24,6 +23,7 @@ from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_module
+from pdp_fx.weights.writes import idle_in_eval, read_to_write, writes
 
 
 @dataclass

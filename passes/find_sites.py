@@ -9,16 +9,6 @@ from torch import fx, nn
 
 from pdp_fx.channels.record import StandIn
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import (
-    Effect,
-    Standing,
-    effects,
-    idle_in_eval,
-    read_before_written,
-    sources_of,
-    stored_nodes,
-    writes,
-)
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
@@ -26,6 +16,10 @@ from pdp_fx.ops.products import weight_operands
 from pdp_fx.raw_reads import RawReads
 from pdp_fx.tracing.inputs import Inputs
 from pdp_fx.tracing.modes import called_module, called_modules
+from pdp_fx.weights.effects import Effect, effects
+from pdp_fx.weights.sources import sources_of, stored_nodes
+from pdp_fx.weights.stand_in import Standing
+from pdp_fx.weights.writes import idle_in_eval, read_before_written, writes
 
 
 @dataclass(frozen=True)

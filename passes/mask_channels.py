@@ -19,7 +19,6 @@ from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import computed_with, idle_in_eval
 from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
@@ -29,6 +28,8 @@ from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.policy import MaskSite, Producer, made
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.weights.sources import computed_with
+from pdp_fx.weights.writes import idle_in_eval
 
 Placed = dict[int, tuple[ChannelGroup, fx.Node]]
 """By class: the group that it belongs to, and the node of the group's mask."""

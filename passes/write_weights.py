@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.computed_weights import computed, sources_of
 from pdp_fx.passes.harden_masks import frozen_as, swap_tensors
 from pdp_fx.pruner import Pruner
+from pdp_fx.weights.sources import computed, sources_of
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.allocation import MacModel, allocate, most_prunable, reach_macs, rounded, uniform_share
 from pdp_fx.channel_policy import ChannelPolicy
-from pdp_fx.computed_weights import computed
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.granularity import rule_text
 from pdp_fx.ops.finite import all_finite
 from pdp_fx.policy import MaskPolicy, NMPolicy
 from pdp_fx.sharding import whole
 from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
+from pdp_fx.weights.sources import computed
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
-from pdp_fx.computed_weights import sources_of
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.writer import CONSTANT
+from pdp_fx.weights.sources import sources_of
 
 REPEATS: frozenset[Any] = frozenset({
     torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat",

@@ -5,8 +5,8 @@ import torch
 import pdp_fx
 from pdp_fx import PruneSpec, Schedule, Unstructured
 from pdp_fx.compiler import Context
-from pdp_fx.computed_weights import computed
 from pdp_fx.passes.write_weights import WriteWeights
+from pdp_fx.weights.sources import computed
 from tests.channels.checks import pruner_of
 from tests.channels.nets_weights import LowRankAdapter, SpectralNorm
 

@@ -1,0 +1,129 @@
+"""Which parameters of a computed weight a single weight can be pruned in.
+
+No table says what an operation does to a weight. The part of the graph that computes it is run
+instead, with one half of a parameter set to zero, and then with the other: where zeros of the
+parameter come out as zeros of the weight, a mask of the parameter is a mask of the weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pdp_fx.weights.sources import run_through, sources_of
+
+Values = dict[str, Tensor]
+
+TRIES = 4
+"""How many single zeros are tried; some may hit what is cut off before the weight is used."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a parameter does to a weight that is computed from it.
+
+    Attributes:
+        keeps_zeros: whether every place of the weight that follows the parameter is 0 with a part of it.
+        keeps_columns: whether index j of axis 1 is index j of the weight's input channels.
+    """
+
+    keeps_zeros: bool
+    keeps_columns: bool
+
+
+def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:
+    """What each of the parameters ``names`` does to the value of ``weight``.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        weight: a node that depends on parameters, buffers and constants only.
+        names: parameters of at least two axes that it depends on.
+        axis: the axis of the weight's input channels.
+    """
+    found = dict.fromkeys(names, Effect(False, False))
+    with contextlib.suppress(RuntimeError):  # an inverse, for one, may not exist with zeros
+        run = _Run(gm, weight)
+        for name in found:
+            found[name] = _effect(run, name, axis)
+    return found
+
+
+def _effect(run: _Run, name: str, axis: int) -> Effect:
+    """Every place that follows the parameter must be 0 with one half of it or with the other."""
+    dense = run.values[name]
+    holes = run.random(dense.shape).to(dense.device) < 0.5
+    halves = [run.result(name, dense * half) for half in (holes, ~holes)]
+    changed = torch.stack([half != run.dense for half in halves]).any(dim=0)
+    zero = torch.stack([run.zeros(half) for half in halves]).any(dim=0)
+    if not changed.any() or not torch.equal(changed, zero) or _misses_single_zeros(run, name):
+        return Effect(False, False)
+    size = dense.shape[1]
+    return Effect(
+        True, all(_is_column(run, name, place, axis) for place in {0, min(1, size - 1), size // 2, size - 1})
+    )
+
+
+def _misses_single_zeros(run: _Run, name: str) -> bool:
+    """Whether a single zero somewhere changes the weight and leaves no zero there."""
+    for _ in range(TRIES):
+        holed = run.values[name].reshape(-1).clone()
+        holed[int(run.random(()) * holed.numel())] = 0
+        weight = run.result(name, holed.reshape(run.values[name].shape))
+        if not torch.equal(weight, run.dense) and not bool(run.zeros(weight).any()):
+            return True
+    return False
+
+
+def _is_column(run: _Run, name: str, place: int, axis: int) -> bool:
+    """Whether nothing but column ``place`` of the weight vanishes with that of the parameter."""
+    values = run.values[name].clone()
+    values[:, place] = 0
+    zeros = run.zeros(run.result(name, values))
+    others = [other for other in range(zeros.ndim) if other != axis % zeros.ndim]
+    return torch.nonzero(zeros.any(dim=others)).reshape(-1).tolist() in ([], [place])
+
+
+class _Run(fx.Interpreter):
+    """Computes a weight; where a parameter is 0, as adapters start, it has another value."""
+
+    def __init__(self, gm: fx.GraphModule, weight: fx.Node) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self._generator = torch.Generator().manual_seed(0)
+        self.values: Values = {}
+        self._weight, self._nodes = weight, sources_of(weight)
+        self._chosen: Values = {}
+        self.dense = self._computed({})
+
+    def result(self, name: str, value: Tensor) -> Tensor:
+        """The weight when the parameter ``name`` has this value."""
+        return self._computed({name: value})
+
+    def random(self, shape: Sequence[int]) -> Tensor:
+        """Numbers in [0, 1), the same in every run and on every device; they are on the CPU."""
+        return torch.rand(shape, generator=self._generator, device="cpu")
+
+    def zeros(self, weight: Tensor) -> Tensor:
+        """Where a weight is 0 that is not 0 otherwise."""
+        return (weight == 0) & (self.dense != 0)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A parameter's own or chosen values; a copy of anything else."""
+        value = super().get_attr(target, args, kwargs)
+        if not isinstance(value, Tensor):
+            return value
+        if not isinstance(value, nn.Parameter):
+            return value.clone()
+        if target not in self.values:
+            other = 0.5 + self.random(value.shape).to(value)
+            self.values[target] = torch.where(value == 0, other, value)
+        return self._chosen.get(target, self.values[target]).clone()
+
+    def _computed(self, chosen: Values) -> Tensor:
+        self._chosen, self.env = chosen, {}
+        run_through(self, self._nodes)
+        return self.env[self._weight]

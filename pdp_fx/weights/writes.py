@@ -1,0 +1,120 @@
+"""Steps of training that write to parameters and buffers, as power iterations do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from pdp_fx.ops.kinds import attribute
+from pdp_fx.tracing.functions import acts_in_place, written_by
+from pdp_fx.tracing.modes import When, called_module
+from pdp_fx.tracing.steps import LAYOUT
+from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.watch import storage_of
+from pdp_fx.weights.sources import run_through, sources_of, stored_nodes
+
+Writes = dict[fx.Node, set[str]]
+"""Nodes that write to parameters, with the parameters' names."""
+
+
+def idle_in_eval(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that do nothing in eval mode: steps of training, as power iterations, and what they read."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        serves = bool(node.users) and found.issuperset(node.users)
+        if _only_trains(node) or (serves and not node.is_impure() and not acts_in_place(node)):
+            found.add(node)
+    return found
+
+
+def read_to_write(graph: fx.Graph, written: Writes, trains: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that write to parameters in training mode only, and what serves nothing else.
+
+    Args:
+        graph: the graph.
+        written: what its `writes` are.
+        trains: what is `idle_in_eval` in it.
+    """
+    found = trains.intersection(written)
+    for node in reversed(graph.nodes) if found else ():
+        if node in trains and node.users and found.issuperset(node.users):
+            found.add(node)
+    return found
+
+
+def _only_trains(node: fx.Node) -> bool:
+    flag: Any = node.args[0] if isinstance(node.target, When) else None
+    return isinstance(flag, fx.Node) and flag.target is getattr and str(flag.args[1]) == "training"
+
+
+def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> Writes:
+    """The nodes that write to parameters, be it through a view or in training mode only, with their names.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        names: the name of every parameter and buffer by its id.
+    """
+    acting = [node for node in gm.graph.nodes if acts_in_place(node)]
+    memory: dict[int, set[str]] = {}
+    for parameter in gm.parameters() if acting else ():
+        memory.setdefault(storage_of(parameter), set()).add(names[id(parameter)])
+    places = memory_written(gm, acting, stored_nodes(gm)) if acting else {}
+    found = {node: set[str]().union(*(memory.get(place, ()) for place in places[node])) for node in acting}
+    return {node: written for node, written in found.items() if written}
+
+
+def memory_written(
+    gm: fx.GraphModule, acting: Iterable[fx.Node], stored: set[fx.Node]
+) -> dict[fx.Node, set[int]]:
+    """Where in memory each node that acts in place writes, as far as that are ``stored`` values.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        acting: the nodes.
+        stored: what is `stored_nodes` in it.
+    """
+    run = fx.Interpreter(gm, garbage_collect_values=False)
+    found: dict[fx.Node, set[int]] = {}
+    for node in acting:
+        targets = [written for written in written_by(node) if written in stored]
+        for target in targets:
+            run_through(run, [source for source in sources_of(target) if source not in run.env])
+        found[node] = {storage_of(value) for value in tensors([run.env[target] for target in targets])}
+    return found
+
+
+def read_before_written(
+    gm: fx.GraphModule, names: Mapping[int, str], written: Writes, trains: set[fx.Node]
+) -> set[str]:
+    """The parameters that training steps write to after they have been read for anything else.
+
+    What was made of them is then not what they are: a masked value would not follow, and its gradient needs
+    what they were.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        names: the name of every parameter and buffer by its id.
+        written: what its `writes` are.
+        trains: what is `idle_in_eval` in its graph.
+    """
+    writing = read_to_write(gm.graph, written, trains)
+    stored, read, found = stored_nodes(gm), set[str](), set[str]()
+    for node in gm.graph.nodes if writing else ():
+        if node in writing:
+            found |= read.intersection(written.get(node, ()))
+        else:
+            read |= _used_by(gm, node, names, stored)
+    return found
+
+
+def _used_by(gm: fx.GraphModule, node: fx.Node, names: Mapping[int, str], stored: set[fx.Node]) -> set[str]:
+    """The parameters that a node reads at once; those without gradients only if others are made of them."""
+    if node.target is getattr or node.target in LAYOUT:
+        return set()
+    called = called_module(node)
+    inside = [] if called is None else [*gm.get_submodule(called).parameters()]
+    given = [attribute(gm, source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+    used = [each for each in (*inside, *given) if isinstance(each, nn.Parameter)]
+    return {names[id(each)] for each in used if each.requires_grad or node in stored}
