@@ -31,7 +31,7 @@ from pdp_fx.passes.verify_equivalence import rounding_effect
 from pdp_fx.proving import allowed_for
 from pdp_fx.pruner import find
 from pdp_fx.trace import trace
-from pdp_fx.tracing.inputs import example_call
+from pdp_fx.tracing.examples import example_call
 
 SPECS = {
     "channels": pdp_fx.Channels(ratio=0.5),

@@ -14,7 +14,7 @@ from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
 from pdp_fx.ops.products import weight_operands
 from pdp_fx.raw_reads import RawReads
-from pdp_fx.tracing.inputs import Inputs
+from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.modes import called_module, called_modules
 from pdp_fx.weights.effects import Effect, effects
 from pdp_fx.weights.sources import sources_of, stored_nodes

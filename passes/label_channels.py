@@ -13,7 +13,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.spec import PruneSpec
-from pdp_fx.tracing.inputs import ExampleCall
+from pdp_fx.tracing.examples import ExampleCall
 
 
 class LabelWatch:

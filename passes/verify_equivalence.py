@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import fresh, trial
-from pdp_fx.tracing.inputs import Inputs
+from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.preserve import torch_generators
 from pdp_fx.tracing.structure import flat_tensors, tensors_and_numbers
 

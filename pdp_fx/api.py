@@ -29,7 +29,7 @@ from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
-from pdp_fx.tracing.inputs import ExampleInputs
+from pdp_fx.tracing.examples import ExampleInputs
 from pdp_fx.tracing.preserve import unwritten
 
 logger = logging.getLogger(__name__)

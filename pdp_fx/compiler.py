@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from pdp_fx.errors import PassError, PdpError
 from pdp_fx.spec import PruneSpec
-from pdp_fx.tracing.inputs import Inputs
+from pdp_fx.tracing.examples import Inputs
 
 Fact = TypeVar("Fact")
 

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 
 from pdp_fx.channels.running import evaluating
 from pdp_fx.ops.kinds import kind_of
+from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, Inputs, example_call
 from pdp_fx.tracing.functions import acts_in_place, written_by
-from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, Inputs, example_call, place_arguments
+from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.replacing import ALONE
 from pdp_fx.weights.sources import stored_nodes

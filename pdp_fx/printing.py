@@ -17,7 +17,7 @@ from pdp_fx.ops.kinds import attribute
 from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
 from pdp_fx.pruner import units_pruned
 from pdp_fx.trace import trace
-from pdp_fx.tracing.inputs import ExampleInputs
+from pdp_fx.tracing.examples import ExampleInputs
 
 HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
 NEEDED = 3

@@ -23,7 +23,7 @@ from pdp_fx.policy import MaskPolicy, NMPolicy
 from pdp_fx.pruner import Pruner, find_all, find_one
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import trace
-from pdp_fx.tracing.inputs import ExampleInputs
+from pdp_fx.tracing.examples import ExampleInputs
 
 COUNTS = ("weights", "left", "sparsity", "target", "soft", "MACs", "MACs left")
 

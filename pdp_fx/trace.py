@@ -20,9 +20,9 @@ from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.emit import without_dead_code, write_graph
+from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.idle import noticing_idle
-from pdp_fx.tracing.inputs import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror, taken_name
 from pdp_fx.tracing.outcome import Outcome

@@ -42,7 +42,8 @@ from pdp_fx.channels.running import run
 from pdp_fx.channels.streams import keep_streams
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
-from pdp_fx.tracing.inputs import Inputs, place_arguments
+from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.structure import children, has_tensors, tensors
 
 RULE_MODULES = (

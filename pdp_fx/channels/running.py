@@ -15,7 +15,8 @@ from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.rules_attention import is_fused_attention, keep_scale
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
-from pdp_fx.tracing.inputs import Inputs, place_arguments
+from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 from pdp_fx.tracing.unfused import unfused_attention

@@ -7,9 +7,9 @@ from torch import nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.align import Alignment, align
+from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.forgetting import forgetting, in_mode
-from pdp_fx.tracing.inputs import ExampleCall
 from pdp_fx.tracing.leaves import stores_tensors
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.source import source_of

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.inputs import ExampleCall, bind, held_to_given
+from pdp_fx.tracing.inputs import bind, held_to_given
 from pdp_fx.tracing.intercept import listening
 from pdp_fx.tracing.outcome import outcome
 from pdp_fx.tracing.recorder import Recorder

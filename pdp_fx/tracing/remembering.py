@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from pdp_fx.errors import TraceError
-from pdp_fx.tracing.inputs import ExampleCall
+from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import Changes
 from pdp_fx.tracing.steps import Whole

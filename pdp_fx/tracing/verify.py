@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.forgetting import forgetting, in_mode
-from pdp_fx.tracing.inputs import ExampleCall
 from pdp_fx.tracing.outcome import Outcome, outcome
 
 Runner = Callable[[Any, ExampleCall], Any]

@@ -7,8 +7,9 @@ from typing import Any
 from torch import fx, nn
 
 from pdp_fx.tracing.erasing import erase
+from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.functions import NUMBER_HOMES, acts_in_place
-from pdp_fx.tracing.inputs import ExampleCall, place_arguments
+from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.steps import LAYOUT
 from pdp_fx.tracing.verify import run

@@ -1,0 +1,109 @@
+"""Example inputs, and calls like theirs with another batch size."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from pdp_fx.errors import TraceError
+from pdp_fx.tracing.structure import fresh_copy, tensors
+
+ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+@dataclass(frozen=True)
+class ExampleCall:
+    """The arguments of one call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def fresh(self) -> "ExampleCall":
+        """The same arguments with tensors of their own."""
+        return ExampleCall(fresh_copy(self.args), {key: fresh_copy(arg) for key, arg in self.kwargs.items()})
+
+    @property
+    def batch(self) -> int:
+        """How long the first axis of the first tensor is; 0 if there is none."""
+        first = next(tensors((self.args, self.kwargs)), None)
+        return first.shape[0] if first is not None and first.ndim else 0
+
+    def others(self) -> "Iterator[ExampleCall]":
+        """Calls with another batch size that begin with the same example, the likeliest first.
+
+        Two examples are enough, unless that is what this call has. The last is not the same as the first:
+        else a graph that mixes the two could not be told from one that does not. A model may not take one
+        that is made up; then it is the same.
+        """
+        if not self.batch:
+            return
+        if self.batch > 2:
+            fewer = self._changed(lambda rows: rows[:2].clone())
+            if fewer.tells_apart():
+                yield fewer
+                return
+        kept = 2 if self.batch == 2 else 1
+        for another in (_another, _another_number):
+            more = self._changed(lambda rows, another=another: torch.cat([rows[:kept], another(rows[:1])]))
+            if more.tells_apart():
+                yield more
+                break
+        yield self._changed(lambda rows: torch.cat([rows[:kept], rows[:1]]))
+
+    def tells_apart(self) -> bool:
+        """Whether the last example is not the same as the first."""
+        batches = [leaf for leaf in tensors((self.args, self.kwargs)) if is_batch(leaf, self.batch)]
+        return any(not torch.equal(rows[0], rows[-1]) for rows in batches)
+
+    def first(self) -> "ExampleCall | None":
+        """A call with the first example alone; None if this is one already."""
+        return self._changed(lambda rows: rows[:1].clone()) if self.batch > 1 else None
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ExampleCall":
+        def changed(leaf: Any) -> Any:
+            if not is_batch(leaf, self.batch):
+                return leaf
+            return change(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+        args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
+        return ExampleCall(args, kwargs)
+
+
+def _another(rows: torch.Tensor) -> torch.Tensor:
+    """Another example: this one read backwards, or, where that is the same, with greater numbers."""
+    backwards = rows.flip(-1) if rows.ndim > 1 else rows
+    return backwards + 1 if rows.is_floating_point() and torch.equal(backwards, rows) else backwards
+
+
+def _another_number(rows: torch.Tensor) -> torch.Tensor:
+    """Another example than one with the same whole number everywhere, which may be a place in a table."""
+    if rows.is_floating_point() or rows.dtype is torch.bool:
+        return rows
+    return torch.where(rows > 0, rows - 1, rows + 1)
+
+
+def is_batch(leaf: Any, size: int) -> bool:
+    """Whether something is a tensor with a first axis of this size."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
+
+
+def example_call(example_inputs: object) -> ExampleCall:
+    """Read example inputs: a tensor is one positional argument, a tuple several, a mapping has keyword ones.
+
+    Raises:
+        TraceError: they are something else.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        return ExampleCall((example_inputs,), {})
+    if isinstance(example_inputs, tuple):
+        return ExampleCall(example_inputs, {})
+    if isinstance(example_inputs, Mapping):
+        return ExampleCall((), {str(key): arg for key, arg in example_inputs.items()})
+    raise TraceError(
+        "example_inputs must be a tensor, a tuple of positional arguments or a dict of keyword arguments, "
+        f"not {type(example_inputs).__name__}"
+    )

@@ -1,0 +1,118 @@
+"""What a graph checks of its inputs: that they are what they were when it was traced, where that matters."""
+
+import operator
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from pdp_fx.tracing.arguments import all_values
+from pdp_fx.tracing.examples import is_batch
+from pdp_fx.tracing.shapes import Facts, check_step, length_of
+from pdp_fx.tracing.steps import Expr, Recording, Scope, Step, Value
+from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors, is_record
+
+
+class Uses:
+    """Which inputs, and which of their parts, a recording uses, and where None would not do."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.used: set[Hashable] = set()
+        self.needed: set[Hashable] = set()
+        for step in recording.steps:
+            if step.target is not torch._assert:
+                self._note((step.args, step.kwargs))
+                self.needed |= {_place(value) for value in step.args[:1] if not step.reason}
+        self._note(recording.output)
+
+    def _note(self, tree: Any) -> None:
+        for value in all_values(tree):
+            self.used.add(_place(value))
+            if isinstance(value, Expr):
+                self._note((value.args, value.kwargs))
+                self.needed |= {_place(value.args[0])} if isinstance(value.call, str) else set()
+
+
+def _place(value: Any) -> Hashable:
+    """What a value is: an input, or how to reach a part of it."""
+    if isinstance(value, Expr) and value.call in (operator.getitem, getattr):
+        return _place(value.args[0]), repr(value.args[1])
+    return value if isinstance(value, Step) else None
+
+
+def tensors_given(step: Step, example: Any, uses: Uses) -> Facts:
+    """What holds of an argument that is used, besides what is checked whether it is used or not."""
+    if _place(step) not in uses.used or not has_tensors(example):
+        return []
+    optional = bool(step.args)
+    return [*_present(step, example, uses, optional), *(plain_parts(step, example) if optional else [])]
+
+
+def _present(value: Value, example: Any, uses: Uses, optional: bool) -> Facts:
+    """Of each tensor that is used, that it is one, if it may be something else."""
+    if isinstance(example, torch.Tensor):
+        place = _place(value)
+        may_miss = place in uses.used and (optional or place not in uses.needed)
+        return [(Expr(torch.is_tensor, (value,)), True)] if may_miss else []
+    return [fact for inner, part in _parts(value, example) for fact in _present(inner, part, uses, optional)]
+
+
+def check_inputs(facts: Facts, scope: Scope) -> Step:
+    """A step that fails where these facts do not hold, and says which inputs the graph was traced with."""
+    wanted = ", ".join(_said(value, fact) for value, fact in facts)
+    message = (
+        f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
+    )
+    return check_step(facts, message, scope, "")
+
+
+def plain_parts(value: Value, example: Any) -> Facts:
+    """All of a structure that is no tensor: its plain parts, how long its containers are, their keys.
+
+    The model may read it without anybody seeing it.
+    """
+    example = as_base(example)
+    if isinstance(example, (*BASE_TYPES, slice)):
+        return [(value, example)]
+    facts = [fact for inner, part in _parts(value, example) for fact in plain_parts(inner, part)]
+    if isinstance(example, list | tuple | Mapping):
+        facts = [length_of(value, example), *facts]
+    if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
+        facts = [(Expr(sorted, (value,)), sorted(example)), *facts[1:]]
+    return facts
+
+
+def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
+    """The parts of a container or record, and how to reach them."""
+    if not isinstance(example, list | tuple | Mapping) and not is_record(example):
+        return []
+    reach = {"item": operator.getitem, "attribute": getattr}
+    return [(Expr(reach[kind], (value, key)), part) for kind, key, part in children(example)]
+
+
+def batch_sizes(value: Value, example: Any, size: int | None) -> Facts:
+    """How long the first axes are that have the size of the batch."""
+    if size is None:
+        return []
+    if isinstance(example, list | tuple | Mapping):
+        parts = [(Expr(operator.getitem, (value, key)), part) for _, key, part in children(example)]
+        return [fact for inner, part in parts for fact in batch_sizes(inner, part, size)]
+    return [(Expr("size", (value, 0)), size)] if is_batch(example, size) else []
+
+
+def _said(value: Value, fact: Any) -> str:
+    if isinstance(value, Expr) and value.call is torch.is_tensor:
+        return f"{_shown(value.args[0])}=a tensor"
+    return f"{_shown(value)}={fact!r}"
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, Expr):
+        inner = _shown(value.args[0])
+        if value.call is operator.getitem:
+            return f"{inner}[{value.args[1]!r}]"
+        return f"{inner}.{value.args[1]}" if value.call is getattr else f"{_SHOWN[value.call]}({inner})"
+    return str(value.target) if isinstance(value, Step) else "?"
+
+
+_SHOWN: dict[Any, str] = {operator.length_hint: "len", sorted: "sorted"}
