@@ -7,7 +7,6 @@ modes, and has to give what the model gives, bit for bit.
 """
 
 import logging
-from collections.abc import Mapping
 
 import torch
 from torch import fx, nn
@@ -19,17 +18,24 @@ from pdp_fx.field_checks import described
 from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
-from pdp_fx.tracing.emit import without_dead_code, write_graph
+from pdp_fx.tracing.exact import (
+    MODES,
+    build,
+    exact_graph,
+    given_by,
+    gives_when_watched,
+    problem_of,
+    reference,
+)
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.leaves import COMPOSITES
-from pdp_fx.tracing.module import TracedModule, always_eval, mirror, taken_name
+from pdp_fx.tracing.module import taken_name
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
-from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.structure import arrays, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
@@ -39,7 +45,6 @@ from pdp_fx.tracing.verify import Runner, run
 from pdp_fx.tracing.waiving import waive
 
 _log = logging.getLogger(__name__)
-_MODES = {False: "eval", True: "training"}
 
 
 def trace(
@@ -91,7 +96,7 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
         with unscripted() as scripts:
             gm = _trace_until_nothing_lasts(model, example, watch)
             outcome = run(gm, example, False, None, model) if scripts else None
-        if outcome is not None and not outcome.is_near(_reference(model, example, training=False)):
+        if outcome is not None and not outcome.is_near(reference(model, example, training=False)):
             raise TraceError(f"TorchScript does not compute what the Python of {min(scripts)} does")
         return gm
 
@@ -137,22 +142,22 @@ def _for_other_batches(
     """
     if not findings.sizes.compared and _acts_alike(gm, model, example, findings):
         return gm
-    given = ((other, _given_by(model, other)) for other in example.others())
+    given = ((other, given_by(model, other)) for other in example.others())
     taken = next(((other, wanted) for other, wanted in given if wanted is not None), None)
     if taken is None:
         return gm
     other, wanted = taken
-    problem = _problem(gm, model, other, wanted, None)
+    problem = problem_of(gm, model, other, wanted, None)
     if not problem or waive(gm, model, other, wanted):
         _waive_on_one(gm, model, example)
         return gm
     try:
         general = _traced(model, other, findings.anew(Sizes()), None)
-        modes = {training: _reference(model, example, training) for training in _MODES}
-        if not _problem(general, model, example, modes, None) or waive(general, model, example, modes):
+        modes = {training: reference(model, example, training) for training in MODES}
+        if not problem_of(general, model, example, modes, None) or waive(general, model, example, modes):
             _waive_on_one(general, model, example)
             if watch is not None:
-                _gives_when_watched(general, model, example, modes[False], watch)
+                gives_when_watched(general, model, example, modes[False], watch)
             return general
     except TraceError as err:
         _log.info("not traced on another batch: %s", err)
@@ -163,7 +168,7 @@ def _for_other_batches(
 def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
     """Let a graph that was traced on several examples take one, if it is right there."""
     first = example.first()
-    wanted = None if first is None else _given_by(model, first)
+    wanted = None if first is None else given_by(model, first)
     if first is not None and wanted is not None:
         waive(gm, model, first, wanted)
 
@@ -181,15 +186,6 @@ def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, find
         _log.info("the graph takes no other batch: %s", err)
         return False
     return recording.outcome.is_begun_by(got, example.batch, other.batch)
-
-
-def _given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | None:
-    """What a model gives in both modes; None if it does not take the example."""
-    try:
-        return {training: run(model, example, training) for training in _MODES}
-    except Exception as err:  # noqa: BLE001 the example is ours, not the user's
-        _log.info("the model takes no other batch: %s", err)
-        return None
 
 
 def without_shape(model: nn.Module) -> str | None:
@@ -223,18 +219,18 @@ def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
             f"{type(model).__name__} has hooks of its own, which only a run shows; pass example_inputs"
         )
     with preserved(model):
-        recordings = [symbolic_recording(model.train(training)) for training in _MODES]
+        recordings = [symbolic_recording(model.train(training)) for training in MODES]
     in_eval, in_train = recordings
     composite = [path for path, module in model.named_modules() if isinstance(module, COMPOSITES)]
     whole = {Whole(path): "only a run can look inside" for path in composite}
-    return _build(model, Recordings(align(in_eval, in_train), whole), gate_all=False)
+    return build(model, Recordings(align(in_eval, in_train), whole), gate_all=False)
 
 
 def _trace_by_recording(
     model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
 ) -> fx.GraphModule:
     with noticing_idle(model, findings):
-        plain = _reference(model, example, training=False)
+        plain = reference(model, example, training=False)
     try:
         direct = _recorded(model, example, findings)
     except TraceError:
@@ -246,7 +242,7 @@ def _trace_by_recording(
             return _trace_as_compiled(model, example, findings, plain, direct, watch)
         except TraceError as err:
             _log.info("traced as an uncompiled model: %s", err)
-    return _exact(model, example, direct, _expected(model, example, plain, direct), watch)
+    return exact_graph(model, example, direct, plain, watch)
 
 
 def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
@@ -256,22 +252,8 @@ def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Rec
         all_is_written()
         return recordings
     except Exception:
-        _reference(model, example, training=True)
+        reference(model, example, training=True)
         raise
-
-
-def _expected(
-    model: nn.Module, example: ExampleCall, plain: Outcome, recordings: Recordings
-) -> dict[bool, Outcome]:
-    """What the graph has to give in each mode.
-
-    In eval mode that is what the model gives when nobody listens. If it has given the same while it was
-    recorded, recording it changes nothing, and what it gave while training mode was recorded counts, too.
-    """
-    in_eval, in_train = (recordings.alignment.in_eval.outcome, recordings.alignment.in_train.outcome)
-    if in_eval is None or in_train is None or plain.difference(in_eval):
-        in_train = _reference(model, example, training=True)
-    return {False: plain, True: in_train}
 
 
 def _trace_as_compiled(
@@ -288,83 +270,13 @@ def _trace_as_compiled(
     otherwise up to rounding.
     """
     with compiling(True):
-        compiled = _reference(model, example, training=False)
+        compiled = reference(model, example, training=False)
         if not plain.is_near(compiled):
             raise TraceError("the model computes something else when it is being compiled")
         recordings = _recorded(model, example, findings.anew())
         if direct is not None and recordings.opacity(model) >= direct.opacity(model):
             raise TraceError("the model decides by its data even when it is being compiled")
-        return _exact(model, example, recordings, _expected(model, example, compiled, recordings), watch)
-
-
-def _exact(
-    model: nn.Module,
-    example: ExampleCall,
-    recordings: Recordings,
-    expected: Mapping[bool, Outcome],
-    watch: Runner | None,
-) -> fx.GraphModule:
-    problem = ""
-    for gate_all in (False, True):
-        gm = _build(model, recordings, gate_all)
-        problem = _problem(gm, model, example, expected, watch)
-        if not problem:
-            return gm
-    raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
-
-
-def _reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
-    try:
-        return run(model, example, training)
-    except Exception as err:
-        raise TraceError(
-            f"the model itself fails on the example inputs in {_MODES[training]} mode: "
-            f"{type(err).__name__}: {err} ({source_of(err)})"
-        ) from err
-
-
-def _build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
-    tree = mirror(model, frozenset(whole.path for whole in recordings.opaque))
-    graph, protected = write_graph(tree, model, recordings.alignment, gate_all)
-    gm = TracedModule(tree, fx.Graph(), type(model).__name__)
-    graph.owning_module = gm
-    without_dead_code(graph, protected)
-    gm.graph = graph
-    with preserved(model):
-        gm.always_eval = always_eval(model)
-    return gm
-
-
-def _problem(
-    gm: fx.GraphModule,
-    model: nn.Module,
-    example: ExampleCall,
-    expected: Mapping[bool, Outcome],
-    watch: Runner | None,
-) -> str:
-    """How the graph differs from the model, as the end of a sentence; empty if it does not."""
-    for training, wanted in expected.items():
-        if not training and watch is not None and _gives_when_watched(gm, model, example, wanted, watch):
-            continue
-        try:
-            got = run(gm, example, training, None, model)
-        except Exception as err:  # noqa: BLE001 a graph that fails is a graph that is not exact
-            return f"fails in {_MODES[training]} mode: {type(err).__name__}: {err}"
-        difference = wanted.difference(got)
-        if difference:
-            return f"{difference} in {_MODES[training]} mode"
-    return ""
-
-
-def _gives_when_watched(
-    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Outcome, watch: Runner
-) -> bool:
-    """Whether the run that ``watch`` makes gives the outcome; one that watches may also disturb."""
-    try:
-        return not wanted.difference(run(gm, example, False, watch, model))
-    except Exception as err:  # noqa: BLE001 the graph is run once more, without anybody watching
-        _log.info("failed while being watched: %s", err)
-        return False
+        return exact_graph(model, example, recordings, compiled, watch)
 
 
 def _accept(size: list[int]) -> None:

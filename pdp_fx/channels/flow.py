@@ -7,7 +7,6 @@ operation's rule what became of the labels. What it learns is kept in its `Recor
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow
+from pdp_fx.channels.in_place import fills_with_zero, out_of_place
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized, StandIn
+from pdp_fx.channels.stored import Stored
 from pdp_fx.tracing.structure import flat_tensors
 
 aten = torch.ops.aten
@@ -57,7 +58,8 @@ class LabelFlow(TorchDispatchMode):
         self, gm: fx.GraphModule, out_of_reach: Mapping[str, str], rules: Callable[[Call], Rule]
     ) -> None:
         super().__init__()
-        self.record = Record()
+        self.stored = Stored(gm)
+        self.record = Record(shapes=self.stored.shapes)
         self.node = "input"
         self.source = ""
         self.sized: list[Sized] = []
@@ -66,16 +68,7 @@ class LabelFlow(TorchDispatchMode):
         self._rules = rules
         self._out_of_reach = out_of_reach
         self._layers = WeakTensorKeyDictionary()
-        self._stored = WeakTensorKeyDictionary()
-        self._lost = WeakTensorKeyDictionary()
         self._aliases = Aliases()
-        self._names: dict[int, str] = {}
-        self._standing: list[Tensor] = []
-        self._parameters = frozenset(name for name, _ in gm.named_parameters())
-        self._buffers = frozenset(name for name, _ in gm.named_buffers())
-        for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
-            self._names.setdefault(id(tensor), name)
-            self.record.shapes[name] = tuple(tensor.shape)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,10 +84,10 @@ class LabelFlow(TorchDispatchMode):
         self.looked = self.looked or func is aten._local_scalar_dense.default
         call = Call(func, args, kwargs or {}, result)
         writes: list[Write] = []
-        if func._schema.is_mutable and not _fills_with_zero(call):
+        if func._schema.is_mutable and not fills_with_zero(call):
             writes += self._aliases.writes(call, self._labelled)
             self._keep_written(call.args[0])
-        self._note_stored(call)
+        self.stored.follow(call)
         self._rules(call)(call, self)
         for write in writes:
             self._follow_write(write, call)
@@ -112,7 +105,7 @@ class LabelFlow(TorchDispatchMode):
             return None
         view = plain(*args, **kwargs)
         call = Call(plain, args, kwargs, view)
-        self._note_stored(call)
+        self.stored.follow(call)
         self._rules(call)(call, self)
         return view
 
@@ -121,7 +114,7 @@ class LabelFlow(TorchDispatchMode):
         is_result = any(tensor is write.target for tensor in flat_tensors(call.result))
         for alias in write.aliases:
             before = self._labelled(alias)
-            of_weights = self.is_stored(alias) and any(origins(layer) for layer in before)
+            of_weights = alias in self.stored and any(origins(layer) for layer in before)
             if is_result and not of_weights:
                 followed, stays = follow(write, alias, before, self._labelled(write.target))
             else:
@@ -130,27 +123,14 @@ class LabelFlow(TorchDispatchMode):
             for each in followed:
                 self.tie(each.part.ids, each.now.ids)
             self.put(alias, [each.result() for each in followed])
-            if id(alias) not in self._names:
-                self._stored[alias] = self.is_stored(alias) and self.is_stored(write.target)
+            self.stored.written(alias, write.target)
             if stays:
                 self._aliases.lose(alias, stays, self._reason(*OVERWRITTEN))
 
     def _keep_written(self, written: Any) -> None:
         """Keep the channels of a parameter that is written to in eval mode: their ranks would change."""
-        if isinstance(written, Tensor) and self._names.get(id(written), "") in self._parameters:
+        if isinstance(written, Tensor) and self.stored.name(written) in self.stored.parameters:
             self.freeze_all([written], "the model writes to this parameter in eval mode, too")
-
-    def _note_stored(self, call: Call) -> None:
-        sources = call.tensors()
-        stored = all(self.is_stored(tensor) for tensor in sources)
-        lost = {slot: None for tensor in sources for slot in self._lost_by(tensor)} if stored else {}
-        for tensor in flat_tensors(call.result):
-            self._stored[tensor] = stored
-            self._lost[tensor] = tuple(lost)
-
-    def is_stored(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter or buffer, or computed from those and constants only."""
-        return bool(self._stored.get(tensor, id(tensor) in self._names))
 
     def stand_in(self, value: Tensor, by: StandIn) -> bool:
         """Let a computed weight stand for a parameter if it has to; returns whether it does.
@@ -166,9 +146,7 @@ class LabelFlow(TorchDispatchMode):
                 self.freeze(
                     self.record.slots[slot], "convert writes down the weight that is computed from it"
                 )
-        self._standing.append(value)
-        self._names[id(value)] = by.parameter
-        self._lost[value] = ()
+        self.stored.let_stand(value, by.parameter)
         self._know(value, self._label_stored(by.parameter, value))
         self.record.stand_ins[by.parameter] = by
         return True
@@ -177,7 +155,7 @@ class LabelFlow(TorchDispatchMode):
         """Whether rows and columns of a computed weight can go with those that they are computed from."""
         layers = self.layers(weight)
         through = {axis for layer in layers if layer.all_zero for axis in layer.support}
-        if self._lost_by(weight) or any(
+        if self.stored.lost_by(weight) or any(
             size > 1 and axis not in through for axis, size in enumerate(weight.shape[:2])
         ):
             return False
@@ -194,7 +172,7 @@ class LabelFlow(TorchDispatchMode):
     def _labelled(self, tensor: Tensor) -> tuple[Layer, ...]:
         found = self._layers.get(tensor)
         if found is None:
-            name = self._names.get(id(tensor))
+            name = self.stored.name(tensor)
             found = () if name is None else self._label_stored(name, tensor)
             self._know(tensor, found)
         return found
@@ -211,7 +189,7 @@ class LabelFlow(TorchDispatchMode):
                 slot = Slot(name, axis)
                 self.record.slots[slot] = self.record.ties.fresh(size)
                 ids = shaped(self.record.slots[slot], axis, tensor.ndim)
-                masked = name in self._parameters and name not in self._out_of_reach
+                masked = name in self.stored.parameters and name not in self._out_of_reach
                 layers.append(Layer(ids, torch.full_like(ids, masked, dtype=torch.bool), (), slot))
         return tuple(layers)
 
@@ -292,15 +270,11 @@ class LabelFlow(TorchDispatchMode):
         """The statistics over channels of the node that is running."""
         return itertools.takewhile(lambda site: site.node == self.node, reversed(self.record.norms))
 
-    def _lost_by(self, tensor: Tensor) -> tuple[Slot, ...]:
-        return self._lost.get(tensor) or ()
-
     def lose_rows(self, call: Call) -> None:
         """Note whose rows an operation on parameters loses track of; they stay, if a weight comes of it."""
         slots = [s for tensor in call.tensors() for layer in self.layers(tensor) for s in origins(layer)]
         for tensor in flat_tensors(call.result):
-            if self.is_stored(tensor):
-                self._lost[tensor] += tuple(s for s in slots if s.axis == 0 and s.tensor not in self._buffers)
+            self.stored.lose(tensor, slots)
 
     def demand(self, layer: Layer) -> None:
         """Say that this layer's elements must be 0 when their channel is dropped."""
@@ -308,10 +282,10 @@ class LabelFlow(TorchDispatchMode):
 
     def produce(self, layer: Layer, weight: Tensor, data: Tensor) -> None:
         """Say that this axis of a weight makes new channels where it is multiplied with ``data``."""
-        if not self.is_stored(weight):
+        if weight not in self.stored:
             return
-        behind, inner = origins(layer), self.is_stored(data)
-        made_by = [slot for slot in behind if slot.tensor not in self._buffers]
+        behind, inner = origins(layer), data in self.stored
+        made_by = [slot for slot in behind if slot.tensor not in self.stored.buffers]
         if behind and not made_by:
             made_by = list(behind)
             why = f"{behind[0].tensor} is a buffer, which is not trained"
@@ -320,55 +294,23 @@ class LabelFlow(TorchDispatchMode):
 
     def note_grouped(self, weight: Tensor) -> None:
         """Say that this is the weight of a grouped convolution which is not depthwise."""
-        self.record.grouped.add(self._names.get(id(weight), ""))
+        self.record.grouped.add(self.stored.name(weight) or "")
 
     def is_grouped(self, weight: Tensor) -> bool:
         """Whether this weight belonged to a grouped convolution before channels were removed."""
-        return self._names.get(id(weight), "") in self.record.grouped
+        return (self.stored.name(weight) or "") in self.record.grouped
 
     def contract(self, weight: Tensor, data: Tensor, positions: int, inputs: Tensor | None) -> None:
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight."""
-        if not self.is_stored(weight):
+        if weight not in self.stored:
             return
-        lost = [Production(slot, self.record.slots[slot], False) for slot in self._lost_by(weight)]
+        lost = [Production(slot, self.record.slots[slot], False) for slot in self.stored.lost_by(weight)]
         self.record.producers += lost
         behind = [origins(layer) for layer in self.layers(weight)]
-        if not self.is_stored(data):
+        if data not in self.stored:
             self.record.weighing.update(slot for slots in behind for slot in slots)
-        for name, share in self._shares(weight, behind).items():
+        for name, share in self.stored.shares(weight, behind).items():
             self.record.contractions.append(Contraction(name, positions * share, self.node, inputs))
-
-    def _shares(self, weight: Tensor, behind: list[tuple[Slot, ...]]) -> dict[str, float]:
-        """The parameters that a weight consists of, with the share of each that is used."""
-        own = self._names.get(id(weight))
-        if own is not None:
-            return {own: 1}
-        owners = [dict.fromkeys(slot.tensor for slot in slots) for slots in behind if slots]
-        names = [name for name in owners[0] if all(name in others for others in owners)] if owners else []
-        sizes = {name: math.prod(self.record.shapes[name]) for name in names}
-        if sum(sizes.values()) <= weight.numel():
-            return dict.fromkeys(names, 1)
-        largest = max(names, key=lambda name: sizes[name])
-        return {largest: min(1, weight.numel() / sizes[largest])}
-
-
-def out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The form of an operation that makes a new tensor or view; itself if there is none."""
-    packet = getattr(aten, func._opname.removesuffix("_"), None) if func.namespace == "aten" else None
-    if packet is None or hasattr(packet, func._overloadname):
-        return getattr(packet, func._overloadname, func)
-    others = (getattr(packet, name) for name in packet.overloads())
-    return next((other for other in others if _argument_types(other) == _argument_types(func)), func)
-
-
-def _argument_types(func: torch._ops.OpOverload) -> list[str]:
-    return [str(argument.type) for argument in func._schema.arguments]
-
-
-def _fills_with_zero(call: Call) -> bool:
-    """Whether zeros are written: what vanishes with its channel still does, through whatever view."""
-    fills = call.func is aten.fill_.Scalar and call.args[1] == 0
-    return fills or call.func.overloadpacket is aten.zero_
 
 
 def _strides(tensor: Tensor) -> list[int]:

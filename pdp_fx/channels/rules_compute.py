@@ -225,7 +225,7 @@ def count_product(
 ) -> None:
     """Count a product, of stacks of matrices too, if one operand is stored; ``read`` is what each reads."""
     for weight, other, axis, inputs in ((right, left, -2, read[0]), (left, right, -1, read[1])):
-        if flow.is_stored(weight):
+        if weight in flow.stored:
             positions = other.numel() // max(weight.shape[axis], 1)
             flow.contract(weight, other, positions, None if inputs is None else inputs.ids.reshape(-1))
             return
@@ -242,7 +242,7 @@ def mv(call: Call, flow: LabelFlow) -> None:
     rows = axis_layer(matrix, 0, flow)
     if rows is not None:
         flow.produce(rows, matrix, vector)
-    weight, data = (vector, matrix) if flow.is_stored(vector) else (matrix, vector)
+    weight, data = (vector, matrix) if vector in flow.stored else (matrix, vector)
     flow.contract(weight, data, data.numel() // vector.numel(), None)
     flow.put(call.result, [] if rows is None else [_placed(rows, 0, 1)])
 

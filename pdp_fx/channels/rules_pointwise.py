@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pdp_fx.channels.flow import LabelFlow, out_of_place, rule
+from pdp_fx.channels.flow import LabelFlow, rule
+from pdp_fx.channels.in_place import out_of_place
 from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Call
 
@@ -145,7 +146,7 @@ def _clusters(lifted: list[tuple[Layer, ...]]) -> list[list[Member]]:
 def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
     """Tie the layers of a cluster and say where the result is 0."""
     shape = torch.broadcast_shapes(*(layer.ids.shape for _, layer in cluster))
-    if flow.is_stored(call.result):
+    if call.result in flow.stored:
         # Of a weight and its scale, the weight is to be masked and ranked.
         sizes = [operand.numel() for operand in call.tensors()]
         cluster = sorted(cluster, key=lambda member: -sizes[member[0]])

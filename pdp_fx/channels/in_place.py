@@ -1,0 +1,26 @@
+"""Operations that change their operands, and their forms that do not."""
+
+import torch
+
+from pdp_fx.channels.record import Call
+
+aten = torch.ops.aten
+
+
+def out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The form of an operation that makes a new tensor or view; itself if there is none."""
+    packet = getattr(aten, func._opname.removesuffix("_"), None) if func.namespace == "aten" else None
+    if packet is None or hasattr(packet, func._overloadname):
+        return getattr(packet, func._overloadname, func)
+    others = (getattr(packet, name) for name in packet.overloads())
+    return next((other for other in others if _argument_types(other) == _argument_types(func)), func)
+
+
+def _argument_types(func: torch._ops.OpOverload) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
+
+
+def fills_with_zero(call: Call) -> bool:
+    """Whether zeros are written: what vanishes with its channel still does, through whatever view."""
+    fills = call.func is aten.fill_.Scalar and call.args[1] == 0
+    return fills or call.func.overloadpacket is aten.zero_

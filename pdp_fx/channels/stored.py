@@ -1,0 +1,92 @@
+"""What a model stores: parameters, buffers, and tensors that are computed from those and constants only."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pdp_fx.channels.labels import Slot
+from pdp_fx.channels.record import Call
+from pdp_fx.tracing.structure import flat_tensors
+
+
+class Stored:
+    """The stored tensors of a run, with the names of those that have one.
+
+    A computed weight can stand for a parameter; it then has its name.
+
+    Args:
+        gm: the graph module that runs.
+
+    Attributes:
+        parameters: names of all parameters.
+        buffers: names of all buffers.
+        shapes: of both.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.parameters = frozenset(name for name, _ in gm.named_parameters())
+        self.buffers = frozenset(name for name, _ in gm.named_buffers())
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._names: dict[int, str] = {}
+        self._computed = WeakTensorKeyDictionary()
+        self._lost = WeakTensorKeyDictionary()
+        self._standing: list[Tensor] = []
+        for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
+            self._names.setdefault(id(tensor), name)
+            self.shapes[name] = tuple(tensor.shape)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return bool(self._computed.get(tensor, id(tensor) in self._names))
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The name of a parameter or buffer; None for any other tensor."""
+        return self._names.get(id(tensor))
+
+    def follow(self, call: Call) -> None:
+        """Note whether what an operation gives is computed from stored tensors only."""
+        sources = call.tensors()
+        stored = all(tensor in self for tensor in sources)
+        lost = {slot: None for tensor in sources for slot in self.lost_by(tensor)} if stored else {}
+        for tensor in flat_tensors(call.result):
+            self._computed[tensor] = stored
+            self._lost[tensor] = tuple(lost)
+
+    def written(self, alias: Tensor, target: Tensor) -> None:
+        """Note that ``target`` was written to, which shares memory with ``alias``."""
+        if self.name(alias) is None:
+            self._computed[alias] = alias in self and target in self
+
+    def let_stand(self, value: Tensor, parameter: str) -> None:
+        """Let a computed weight stand for a parameter."""
+        self._standing.append(value)
+        self._names[id(value)] = parameter
+        self._lost[value] = ()
+
+    def lost_by(self, tensor: Tensor) -> tuple[Slot, ...]:
+        """The rows of parameters that were lost track of on the way to a tensor."""
+        return self._lost.get(tensor) or ()
+
+    def lose(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
+        """Note that rows were lost track of on the way to a stored tensor."""
+        if tensor in self:
+            self._lost[tensor] += tuple(s for s in slots if s.axis == 0 and s.tensor not in self.buffers)
+
+    def shares(self, weight: Tensor, behind: Sequence[Sequence[Slot]]) -> Mapping[str, float]:
+        """The parameters that a weight consists of, with the share of each that is used.
+
+        Args:
+            weight: a stored tensor.
+            behind: what is behind each of its layers of labels.
+        """
+        own = self.name(weight)
+        if own is not None:
+            return {own: 1}
+        owners = [dict.fromkeys(slot.tensor for slot in slots) for slots in behind if slots]
+        names = [name for name in owners[0] if all(name in others for others in owners)] if owners else []
+        sizes = {name: math.prod(self.shapes[name]) for name in names}
+        if sum(sizes.values()) <= weight.numel():
+            return dict.fromkeys(names, 1)
+        largest = max(names, key=lambda name: sizes[name])
+        return {largest: min(1, weight.numel() / sizes[largest])}

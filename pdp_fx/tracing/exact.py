@@ -1,0 +1,132 @@
+"""Graphs that are exact: made of recordings, and held to what the model gives."""
+
+import logging
+from collections.abc import Mapping
+
+from torch import fx, nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.tracing.attempts import Recordings
+from pdp_fx.tracing.emit import without_dead_code, write_graph
+from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.module import TracedModule, always_eval, mirror
+from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.source import source_of
+from pdp_fx.tracing.verify import Runner, run
+
+_log = logging.getLogger(__name__)
+
+MODES = {False: "eval", True: "training"}
+"""The two modes of a module, and what they are called."""
+
+
+def exact_graph(
+    model: nn.Module,
+    example: ExampleCall,
+    recordings: Recordings,
+    plain: Outcome,
+    watch: Runner | None,
+) -> fx.GraphModule:
+    """The graph of recordings, which gives what the model gives in each mode, bit for bit.
+
+    Args:
+        model: the model.
+        example: the call to give it.
+        recordings: of that call.
+        plain: what the model gives in eval mode when nobody listens.
+        watch: makes the run in eval mode, and may look at what happens.
+
+    Raises:
+        TraceError: it does not.
+    """
+    wanted, problem = _expected(model, example, plain, recordings), ""
+    for gate_all in (False, True):
+        gm = build(model, recordings, gate_all)
+        problem = problem_of(gm, model, example, wanted, watch)
+        if not problem:
+            return gm
+    raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
+
+
+def reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
+    """What the model gives in a mode.
+
+    Raises:
+        TraceError: it fails.
+    """
+    try:
+        return run(model, example, training)
+    except Exception as err:
+        raise TraceError(
+            f"the model itself fails on the example inputs in {MODES[training]} mode: "
+            f"{type(err).__name__}: {err} ({source_of(err)})"
+        ) from err
+
+
+def given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | None:
+    """What a model gives in both modes; None if it does not take the example."""
+    try:
+        return {training: run(model, example, training) for training in MODES}
+    except Exception as err:  # noqa: BLE001 the example is ours, not the user's
+        _log.info("the model takes no other batch: %s", err)
+        return None
+
+
+def build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
+    """A graph module of the recordings; with ``gate_all`` no step runs in a mode it was not recorded in."""
+    tree = mirror(model, frozenset(whole.path for whole in recordings.opaque))
+    graph, protected = write_graph(tree, model, recordings.alignment, gate_all)
+    gm = TracedModule(tree, fx.Graph(), type(model).__name__)
+    graph.owning_module = gm
+    without_dead_code(graph, protected)
+    gm.graph = graph
+    with preserved(model):
+        gm.always_eval = always_eval(model)
+    return gm
+
+
+def problem_of(
+    gm: fx.GraphModule,
+    model: nn.Module,
+    example: ExampleCall,
+    expected: Mapping[bool, Outcome],
+    watch: Runner | None,
+) -> str:
+    """How the graph differs from the model, as the end of a sentence; empty if it does not."""
+    for training, wanted in expected.items():
+        if not training and watch is not None and gives_when_watched(gm, model, example, wanted, watch):
+            continue
+        try:
+            got = run(gm, example, training, None, model)
+        except Exception as err:  # noqa: BLE001 a graph that fails is a graph that is not exact
+            return f"fails in {MODES[training]} mode: {type(err).__name__}: {err}"
+        difference = wanted.difference(got)
+        if difference:
+            return f"{difference} in {MODES[training]} mode"
+    return ""
+
+
+def gives_when_watched(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Outcome, watch: Runner
+) -> bool:
+    """Whether the run that ``watch`` makes gives the outcome; one that watches may also disturb."""
+    try:
+        return not wanted.difference(run(gm, example, False, watch, model))
+    except Exception as err:  # noqa: BLE001 the graph is run once more, without anybody watching
+        _log.info("failed while being watched: %s", err)
+        return False
+
+
+def _expected(
+    model: nn.Module, example: ExampleCall, plain: Outcome, recordings: Recordings
+) -> dict[bool, Outcome]:
+    """What the graph has to give in each mode.
+
+    In eval mode that is what the model gives when nobody listens. If it has given the same while it was
+    recorded, recording it changes nothing, and what it gave while training mode was recorded counts, too.
+    """
+    in_eval, in_train = (recordings.alignment.in_eval.outcome, recordings.alignment.in_train.outcome)
+    if in_eval is None or in_train is None or plain.difference(in_eval):
+        in_train = reference(model, example, training=True)
+    return {False: plain, True: in_train}
