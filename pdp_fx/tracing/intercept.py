@@ -18,6 +18,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from pdp_fx.tracing.calls import run_function, run_method, run_module
 from pdp_fx.tracing.casts import casting
 from pdp_fx.tracing.compiling import LOOKS_AT_MASK
 from pdp_fx.tracing.gradients import gradient_blocks
@@ -83,7 +84,7 @@ def _module_call(recorder: Recorder) -> Callable[..., Any]:
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if recorder.inside:
             return call(module, *args, **kwargs)
-        return recorder.guarded(recorder.module, module, call, args, kwargs)
+        return recorder.guarded(run_module, recorder, module, call, args, kwargs)
 
     return module_call
 
@@ -201,7 +202,7 @@ def _method_call(recorder: Recorder, whole: Whole, module: nn.Module) -> Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         if recorder.inside:
             return method(*args, **kwargs)
-        return recorder.guarded(recorder.method, whole, method, args, kwargs)
+        return recorder.guarded(run_method, recorder, whole, method, args, kwargs)
 
     return call
 
@@ -225,7 +226,7 @@ def _function_call(recorder: Recorder, whole: Whole) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if recorder.inside:
             return function(*args, **kwargs)
-        return recorder.guarded(recorder.user_function, whole, function, args, kwargs)
+        return recorder.guarded(run_function, recorder, whole, function, args, kwargs)
 
     return call
 

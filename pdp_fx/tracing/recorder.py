@@ -20,15 +20,11 @@ from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.dtypes import Dtypes
 from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
-from pdp_fx.tracing.shapes import Facts, check_step, structure_of
 from pdp_fx.tracing.sizes import Session, live, note_fixed
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
-    DIFFERS_BY_MODE,
-    Attribute,
     Expr,
     NumberReadError,
     Recording,
@@ -43,7 +39,7 @@ from pdp_fx.tracing.steps import (
     varies,
 )
 from pdp_fx.tracing.structure import has_tensors, tensors
-from pdp_fx.tracing.watch import Watch, storage_of
+from pdp_fx.tracing.watch import Watch
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -104,7 +100,7 @@ class Recorder:
                 raise
             return self._constant_result(function, args, kwargs)
         operands = list(tensors((args, kwargs)))
-        result, changed = self._run_and_compare(function, args, kwargs, step, operands)
+        result, changed = self.run_and_compare(function, args, kwargs, step, operands)
         if functions.is_in_place(name) and operands and not changed:
             changed = (operands[0],)
         if functions.keeps_size(name) and changed:
@@ -113,7 +109,7 @@ class Recorder:
             return self._number(name, result, step)
         if step.ragged and isinstance(result, tuple | list) and name == "unbind":
             raise UnrecordableError("loops over a tensor whose size depends on numbers")
-        return self._commit(step, result, changed)
+        return self.commit(step, result, changed)
 
     def _constant_result(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """A tensor made of numbers that the graph does not see, such as a numpy array.
@@ -152,109 +148,9 @@ class Recorder:
         self.steps.append(step)
         return step
 
-    def module(self, module: nn.Module, call: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Run a module: a leaf or an opaque one becomes one step, any other is traced through."""
-        path = self.paths.get(id(module), "")
-        if not path:
-            return call(module, *args, **kwargs)
-        whole = Whole(path)
-        lent = self.origins.lends(module)
-        if lent and whole in self.findings.opaque:
-            why = f"lends tensors to {path}, which cannot be looked into"
-            raise UnrecordableError(why, Whole(self.scope.path), instead_of=whole)
-        if whole in self.findings.opaque or (is_whole(module) and not lent):
-            with self.silent():
-                step = self.step("call_module", path, args, kwargs)
-                step.reason = self.findings.opaque.get(whole, "")
-                return self._whole(step, call, (module, *args), kwargs)
-        with self._entered(path, module):
-            return call(module, *args, **kwargs)
-
-    def method(self, whole: Whole, method: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Run a method of a module as one step."""
-        with self.silent():
-            step = self.step("call_module", whole, args, kwargs)
-            if whole.path:
-                step.op, step.target, step.args = (
-                    "call_method",
-                    whole.method,
-                    (Attribute(whole.path), *step.args),
-                )
-            step.reason = self.findings.opaque[whole]
-            result = self._whole(step, method, args, kwargs)
-        if self.watch.read_weights and self.scope.path:
-            raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
-        return result
-
-    def user_function(self, whole: Whole, function: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Run a function that is none of the model's methods, or a method of another object, as one step."""
-        if isinstance(whole.holder, type):
-            # What it holds may be used in a branch that is not taken now.
-            if any(
-                self.watch.is_ours(tensor)
-                for tensor in tensors(list(getattr(args[0], "__dict__", {}).values()))
-            ):
-                raise UnrecordableError(self.findings.opaque[whole], Whole(self.scope.path), instead_of=whole)
-            function, args = self.findings.bound(args[0], whole.method), args[1:]
-        with self.silent():
-            step = self.step("call_function", function, args, kwargs)
-            step.reason = self.findings.opaque[whole]
-            return self._whole(step, function, args, kwargs, whole)
-
-    def _check_given(
-        self, whole: Whole, step: Step, operands: list[torch.Tensor], result: Any, owned: frozenset[int]
-    ) -> None:
-        """Refuse a function that uses weights, or anything of this run that the graph would not give it.
-
-        It may have that from the object whose method it is, or from a global variable.
-        """
-        given = {storage_of(tensor) for tensor in operands}
-        used = self.watch.touched | {storage_of(tensor) for tensor in tensors(result)}
-        if self.watch.read_weights or not given.issuperset(used & owned):
-            raise UnrecordableError(step.reason, Whole(self.scope.path), instead_of=whole)
-
-    def _whole(self, step: Step, call: Call, args: Args, kwargs: Kwargs, alone: Whole | None = None) -> Any:
-        owned = frozenset[int]() if alone is None else self.watch.owned()
-        operands = list(tensors((args, kwargs)))
-        buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []
-        versions = [_version(buffer) for buffer in buffers]
-        result, changed = self._run_and_compare(call, args, kwargs, step, operands)
-        if alone is not None:
-            self._check_given(alone, step, operands, result, owned)
-        step.updates |= versions != [_version(buffer) for buffer in buffers]
-        if step.reason:
-            self.watch.allow_drawn()
-        if self.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
-            raise UnrecordableError(f"gets a number from {step.called} that depends on numbers in a tensor")
-        sizes = self._sizes_given(step, result, operands)
-        result = self._commit(step, result, changed)
-        if step.reason and step.reason != DIFFERS_BY_MODE:
-            self._check_structure(step, result, sizes)
-        return result
-
-    def _sizes_given(self, step: Step, result: Any, operands: list[torch.Tensor]) -> Facts:
-        """That a tensor has the size of one that was given, where nothing but the numbers in it says so.
-
-        Then the size depends on them no longer.
-        """
-        if not step.ragged or not isinstance(result, torch.Tensor) or self.watch.makes_ragged(result):
-            return []
-        for operand in operands:
-            value = self.origins.value(operand)
-            if operand.shape == result.shape and not is_ragged(value):
-                step.ragged = False
-                return [(Expr(operator.eq, (Expr("size", (step,)), Expr("size", (value,)))), True)]
-        return []
-
-    def _check_structure(self, step: Step, result: Any, sizes: Facts) -> None:
-        """Let the graph fail if something opaque returns another structure, such as no tensor at all."""
-        facts = structure_of(step, result) + sizes
-        if facts:
-            message = f"{step.called} returned something else than when it was traced"
-            self.steps.append(check_step(facts, message, step.scope, step.source))
-
     @contextmanager
-    def _entered(self, path: str, module: nn.Module) -> Generator[None, None, None]:
+    def entered(self, path: str, module: nn.Module) -> Generator[None, None, None]:
+        """What happens inside the block happens in this module."""
         self._calls[path] += 1
         outer, self.scope = self.scope, Scope(path, self._calls[path], self.scope)
         self.scopes.add(self.scope)
@@ -333,11 +229,11 @@ class Recorder:
         """A number with the method call that computes it."""
         return live(number, Expr(call, args), self.session)
 
-    def _run_and_compare(
+    def run_and_compare(
         self, call: Call, args: Args, kwargs: Kwargs, step: Step, operands: list[torch.Tensor]
     ) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Run a step; notes in it what the call did underneath, and returns which operands changed."""
-        versions = [_version(tensor) for tensor in operands]
+        versions = [version_of(tensor) for tensor in operands]
         result = self.run(call, args, kwargs)
         if isinstance(call, Apply) and self.watch.read_numbers:
             raise UnrecordableError(f"looks at numbers in the autograd function {call.__name__}")
@@ -348,9 +244,10 @@ class Recorder:
         step.ragged = self.watch.ragged or any(is_ragged(value) for value in values)
         step.varies = any(varies(value) for value in values)
         pairs = zip(operands, versions, strict=True)
-        return result, tuple(tensor for tensor, before in pairs if _version(tensor) != before)
+        return result, tuple(tensor for tensor, before in pairs if version_of(tensor) != before)
 
-    def _commit(self, step: Step, result: Any, changed: tuple[torch.Tensor, ...]) -> Any:
+    def commit(self, step: Step, result: Any, changed: tuple[torch.Tensor, ...]) -> Any:
+        """Add a step that has run; returns its result as what users' code gets."""
         self.steps.append(step)
         step.changes = tuple(self.origins.value(tensor) for tensor in changed)
         for tensor in changed:
@@ -362,7 +259,7 @@ class Recorder:
         return self.run(torch.Tensor.view_as, (tensor, tensor), {})
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed; what inference mode makes cannot be changed in place outside it."""
     return 0 if tensor.is_inference() else tensor._version
 
