@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from benchmarks import results
 from benchmarks.ablations import ABLATIONS
 from benchmarks.cifar_table import BATCH, RATE, by_method
+from benchmarks.methods import FULL
 from benchmarks.results import Record
 from benchmarks.table_runs import SHORT, epochs_of
 from pdp_fx.demo.plots import COLOURS, DOTS_PER_INCH, new_figure, plot_sparsity
@@ -263,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sparsity", type=float, default=0.863)
     parser.add_argument("--block", default="own", help='"own", "common" or an N:M pattern')
     parser.add_argument("--short", action="store_true", help=f"of {SHORT} epochs instead of --epochs")
-    parser.add_argument("--epochs", type=int, default=120)
+    parser.add_argument("--epochs", type=int, default=FULL)
     parser.add_argument("--validate", action="store_true", help="of trainings with held out images")
     options = parser.parse_args(arguments)
     chosen = chosen_of(options)

@@ -31,6 +31,9 @@ from benchmarks.rivals.optg import ramp
 from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
 from pdp_fx.spec import Allocation, Rule
 
+FULL = 120
+"""Epochs of the paper's recipe for CIFAR-10."""
+
 Policy = Callable[[Any], Any]
 Counts = Mapping[str, tuple[int, int]]
 """For each layer how many of its weights go, and how many it has."""
@@ -137,8 +140,8 @@ class Method:
 
 
 def _pdp(budget: Budget, knob: float | None, **options: Any) -> Method:
-    if budget.epochs == 120:
-        return Method(None, Schedule(length=120), options=options)
+    if budget.epochs == FULL:
+        return Method(None, Schedule(length=FULL), options=options)
     return Method(None, Schedule.fit(budget.epochs), options=options)
 
 

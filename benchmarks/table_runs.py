@@ -18,6 +18,7 @@ import pdp_fx
 from benchmarks import results
 from benchmarks.data import Batches, Images, load_cifar10, split_off
 from benchmarks.machine import machine
+from benchmarks.methods import FULL
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
 from benchmarks.training import Feed, Settings, Trainer, own_parameters
@@ -210,7 +211,7 @@ def image_parser(description: str, name: str) -> argparse.ArgumentParser:
         description, name, data="CIFAR-10", states="out/cifar", rate=0.4, batch=128, precision="bf16"
     )
     parser.add_argument("--short", action="store_true", help=f"{SHORT} epochs instead of --epochs")
-    parser.add_argument("--epochs", type=positive, default=120)
+    parser.add_argument("--epochs", type=positive, default=FULL)
     return parser
 
 

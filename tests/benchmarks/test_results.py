@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cifar_table, gpt_shakespeare, overhead, overhead_table, results
+from benchmarks.methods import FULL
 from benchmarks.table_runs import SHORT
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
@@ -18,9 +19,10 @@ def records(name: str) -> list[results.Record]:
     "tables",
     [
         cifar_table.as_text(records("cifar"), SHORT),
+        cifar_table.as_text(records("cifar"), FULL),
         gpt_shakespeare.as_text(records("gpt_shakespeare"), gpt_shakespeare.Run("", None, 0, 20)),
     ],
-    ids=["cifar", "gpt"],
+    ids=["cifar", "cifar, full recipe", "gpt"],
 )
 def test_the_tables_are_those_of_the_results(tables: str) -> None:
     assert tables
