@@ -25,9 +25,9 @@ from matplotlib.figure import Figure
 from benchmarks import results
 from benchmarks.ablations import ABLATIONS
 from benchmarks.cifar_table import BATCH, RATE, by_method
-from benchmarks.methods import FULL
+from benchmarks.methods import FULL, SHORT
 from benchmarks.results import Record
-from benchmarks.table_runs import SHORT, epochs_of
+from benchmarks.table_runs import epochs_of
 from pdp_fx.demo.plots import COLOURS, DOTS_PER_INCH, new_figure, plot_sparsity
 
 PAPER_TAU = 1e-4

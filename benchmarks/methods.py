@@ -34,6 +34,9 @@ from pdp_fx.spec import Allocation, Rule
 FULL = 120
 """Epochs of the paper's recipe for CIFAR-10."""
 
+SHORT = 16
+"""Epochs of the short one."""
+
 Policy = Callable[[Any], Any]
 Counts = Mapping[str, tuple[int, int]]
 """For each layer how many of its weights go, and how many it has."""

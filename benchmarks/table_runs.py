@@ -18,13 +18,10 @@ import pdp_fx
 from benchmarks import results
 from benchmarks.data import Batches, Images, load_cifar10, split_off
 from benchmarks.machine import machine
-from benchmarks.methods import FULL
+from benchmarks.methods import FULL, SHORT
 from benchmarks.resnet_cifar import ResNet20
 from benchmarks.results import Record
 from benchmarks.training import Feed, Settings, Trainer, own_parameters
-
-SHORT = 16
-"""Epochs of the short recipe."""
 
 HELD_OUT = 5000
 """Training images that are held out for tuning."""

@@ -173,7 +173,7 @@ class LabelFlow(TorchDispatchMode):
         found = self._layers.get(tensor)
         if found is None:
             name = self.stored.name(tensor)
-            found = () if name is None else self._label_stored(name, tensor)
+            found = self._label_stored(name, tensor) if name else ()
             self._know(tensor, found)
         return found
 
@@ -294,11 +294,11 @@ class LabelFlow(TorchDispatchMode):
 
     def note_grouped(self, weight: Tensor) -> None:
         """Say that this is the weight of a grouped convolution which is not depthwise."""
-        self.record.grouped.add(self.stored.name(weight) or "")
+        self.record.grouped.add(self.stored.name(weight))
 
     def is_grouped(self, weight: Tensor) -> bool:
         """Whether this weight belonged to a grouped convolution before channels were removed."""
-        return (self.stored.name(weight) or "") in self.record.grouped
+        return self.stored.name(weight) in self.record.grouped
 
     def contract(self, weight: Tensor, data: Tensor, positions: int, inputs: Tensor | None) -> None:
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight."""

@@ -40,9 +40,9 @@ class Stored:
     def __contains__(self, tensor: Tensor) -> bool:
         return bool(self._computed.get(tensor, id(tensor) in self._names))
 
-    def name(self, tensor: Tensor) -> str | None:
-        """The name of a parameter or buffer; None for any other tensor."""
-        return self._names.get(id(tensor))
+    def name(self, tensor: Tensor) -> str:
+        """The name of a parameter or buffer; empty for any other tensor."""
+        return self._names.get(id(tensor), "")
 
     def follow(self, call: Call) -> None:
         """Note whether what an operation gives is computed from stored tensors only."""
@@ -55,7 +55,7 @@ class Stored:
 
     def written(self, alias: Tensor, target: Tensor) -> None:
         """Note that ``target`` was written to, which shares memory with ``alias``."""
-        if self.name(alias) is None:
+        if not self.name(alias):
             self._computed[alias] = alias in self and target in self
 
     def let_stand(self, value: Tensor, parameter: str) -> None:
@@ -81,7 +81,7 @@ class Stored:
             behind: what is behind each of its layers of labels.
         """
         own = self.name(weight)
-        if own is not None:
+        if own:
             return {own: 1}
         owners = [dict.fromkeys(slot.tensor for slot in slots) for slots in behind if slots]
         names = [name for name in owners[0] if all(name in others for others in owners)] if owners else []

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cifar_table, gpt_shakespeare, overhead, overhead_table, results
-from benchmarks.methods import FULL
-from benchmarks.table_runs import SHORT
+from benchmarks.methods import FULL, SHORT
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
 
