@@ -148,10 +148,10 @@ def _pdp(budget: Budget, knob: float | None, **options: Any) -> Method:
     return Method(None, Schedule.fit(budget.epochs), options=options)
 
 
-def _pdp_hard(budget: Budget, knob: float | None) -> Method:
+def _pdp_hard(budget: Budget, knob: float | None, **options: Any) -> Method:
     """Hard masks in training, the gradient straight through, and the target reached in the middle of it."""
     schedule = Schedule.fit(budget.total, 0.05, 0.5, per="step", shape="cubic")
-    return Method(None, schedule, options={"forward": "hard"})
+    return Method(None, schedule, options={"forward": "hard", **options})
 
 
 def _gmp(budget: Budget, knob: float | None) -> Method:
@@ -224,6 +224,7 @@ PATTERN_METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp": _pdp,
     "pdp-relative": partial(_pdp, tau="rel:0.1"),
     "pdp-hard": _pdp_hard,
+    "pdp-hard-decay": partial(_pdp_hard, pruned_decay=2e-4),
     "sr-ste": _sr_ste,
 }
 """The same for N:M patterns."""
@@ -241,6 +242,7 @@ METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp": _pdp,
     "pdp-relative": partial(_pdp, tau="rel:0.1"),
     "pdp-hard": _pdp_hard,
+    "pdp-hard-decay": partial(_pdp_hard, pruned_decay=2e-4),
     "cs": _cs,
     "gmp": _gmp,
     "dnw": _dnw,

@@ -34,7 +34,9 @@ class MaskWeights(Pass):
         together = Together()
         for site, rule in ctx.get(Plan).weights:
             weight = gm.get_parameter(site.parameter)
-            where = MaskSite((site.parameter,), rule, ctx.spec.softness, (weight,))
+            where = MaskSite(
+                (site.parameter,), rule, ctx.spec.softness, (weight,), pruned_decay=ctx.spec.pruned_decay
+            )
             if isinstance(rule, NM):
                 mask = made(where, NMMask, NMPolicy)
             else:

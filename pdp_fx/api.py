@@ -111,7 +111,10 @@ def step(model: nn.Module) -> None:
 
 
 def penalty(model: nn.Module) -> Tensor:
-    """What the mask policies add to the loss: a 0-dim tensor, 0 for PDP; add it to yours in every step.
+    """What the masks add to the loss: a 0-dim tensor; add it to yours in every step.
+
+    It is the spec's `pruned_decay` and what policies of your own ask for; PDP as in the paper has none, and
+    then it is 0. Where parameters are spread over several processes, all of them must call it.
 
     Args:
         model: a prepared model, also inside a wrapper such as DistributedDataParallel.

@@ -23,6 +23,7 @@ from pdp_fx.granularity import NM, Rule
 from pdp_fx.ops.nm import nm_pruned
 from pdp_fx.ops.ranking import Ranking
 from pdp_fx.ops.select import readable, smallest
+from pdp_fx.ops.threshold import compute_dtype
 from pdp_fx.schedule import Schedule
 from pdp_fx.sharding import refuse_shard
 from pdp_fx.softness import Softness
@@ -57,6 +58,7 @@ class MaskSite:
         producers: of a channel group, the weight axes that make its channels.
         width: of a channel group, its number of channels.
         parts: of a channel group, channels that are cut apart from the others, of which one must stay.
+        pruned_decay: of single weights, the decay of pruned ones that the spec asks for.
     """
 
     names: tuple[str, ...]
@@ -66,6 +68,7 @@ class MaskSite:
     producers: tuple[Producer, ...] = ()
     width: int = 0
     parts: tuple[tuple[int, ...], ...] = ()
+    pruned_decay: float = 0.0
 
     @property
     def weight(self) -> Tensor:
@@ -201,11 +204,13 @@ class WeightPolicy(MaskPolicy):
 
     Attributes:
         size: number of weights.
+        pruned_decay: lambda of `penalty`.
     """
 
     def __init__(self, site: MaskSite) -> None:
         super().__init__(site)
         self.size = sum(weight.numel() for weight in site.weights)
+        self.pruned_decay = site.pruned_decay
         self.ranking = Ranking()
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -231,6 +236,20 @@ class WeightPolicy(MaskPolicy):
             if largest_pruned < smallest_kept:
                 return magnitude <= float(largest_pruned)
         return smallest(magnitude, self.count)
+
+    def penalty(self, *weights: Tensor) -> Tensor | None:
+        """Half of lambda times the sum of squares of what is pruned, whose gradient is lambda w there.
+
+        It is the decay of SR-STE (Zhou et al., 2021, arXiv:2102.04010) as a term of the loss, so
+        that it follows whatever the loss is scaled by. None where lambda is 0.
+        """
+        if self.pruned_decay == 0 or self.idle(weights[0]):
+            return None
+        hidden = torch.where(self.pruned(weights[0]), weights[0], 0)
+        return 0.5 * self.pruned_decay * hidden.to(compute_dtype(hidden.dtype)).square().sum()
+
+    def extra_repr(self) -> str:
+        return f"pruned_decay={self.pruned_decay:g}" if self.pruned_decay else ""
 
 
 class NMPolicy(WeightPolicy):
@@ -258,4 +277,4 @@ class NMPolicy(WeightPolicy):
         return nm_pruned(weights[0].detach(), self.keep, self.of, whole)
 
     def extra_repr(self) -> str:
-        return f"keep={self.keep}, of={self.of}"
+        return ", ".join(filter(None, (f"keep={self.keep}, of={self.of}", super().extra_repr())))

@@ -64,6 +64,10 @@ class PruneSpec:
             "hard", the weights of eval mode, with the gradient going straight through to all of them, those
             that are 0 included (Bengio et al., 2013, arXiv:1308.3432); that of channels then goes through
             the soft mask of their scores. It is what soft masks come to as tau grows, but for a factor.
+        pruned_decay: lambda in 1/2 lambda |w|^2 over the weights that the masks prune now, which
+            `pdp_fx.penalty` gives for the loss; 0 or more. Beside ``forward="hard"``, where pruned weights
+            keep moving, it keeps the masks from changing back and forth (SR-STE, Zhou et al., 2021,
+            arXiv:2102.04010, takes 2e-4). Channels have none.
 
     Raises:
         SpecError: a value is impossible or of the wrong type, a key is given twice, or nothing is pruned.
@@ -82,6 +86,7 @@ class PruneSpec:
     min_keep: float
     tau_end: float | None
     forward: Forward
+    pruned_decay: float
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class PruneSpec:
         min_keep: float = 0.25,
         tau_end: float | None = None,
         forward: Forward = "soft",
+        pruned_decay: float = 0.0,
     ) -> None:
         store(
             self,
@@ -104,6 +110,7 @@ class PruneSpec:
             min_keep=finite_number("PruneSpec: min_keep", min_keep),
             tau_end=None if tau_end is None else finite_number("PruneSpec: tau_end", tau_end),
             forward=one_of("PruneSpec: forward", forward, ("soft", "hard")),
+            pruned_decay=finite_number("PruneSpec: pruned_decay", pruned_decay),
         )
         self._check_ranges()
 
@@ -149,6 +156,7 @@ class PruneSpec:
             "min_keep": self.min_keep,
             **({} if self.tau_end is None else {"tau_end": self.tau_end}),
             **({} if self.forward == "soft" else {"forward": self.forward}),
+            **({"pruned_decay": self.pruned_decay} if self.pruned_decay else {}),
             "schedule": fields_to_plain(self.schedule),
             "overrides": {storable_key(key): rule_to_plain(rule) for key, rule in self.overrides},
         }
@@ -213,6 +221,14 @@ class PruneSpec:
         if not 0 <= self.min_keep <= 1:
             raise SpecError(
                 f"PruneSpec: min_keep must lie between 0 (unguarded) and 1 (uniform), got {self.min_keep:g}"
+            )
+        if self.pruned_decay < 0:
+            raise SpecError(f"PruneSpec: pruned_decay must be 0 or more, got {self.pruned_decay:g}")
+        rules = [rule for rule in (self.default, *(rule for _, rule in self.overrides)) if rule is not None]
+        if self.pruned_decay and all(isinstance(rule, Channels) for rule in rules):
+            raise SpecError(
+                "PruneSpec: pruned_decay is for single weights (Unstructured, NM), and every rule here is of "
+                "Channels, which have none; leave it out"
             )
         if self.default is None and all(rule is None for _, rule in self.overrides):
             raise SpecError(

@@ -60,6 +60,7 @@ specs = st.builds(
     min_keep=st.floats(0, 1),
     tau_end=st.one_of(st.none(), st.floats(0, 1e6, exclude_min=True)),
     forward=st.sampled_from(["soft", "hard"]),
+    pruned_decay=st.sampled_from([0.0, 2e-4]),
 )
 
 

@@ -51,12 +51,12 @@ def prepared(
     width: int = 8,
     tau: float | str = 1e-4,
     forward: Forward = "soft",
+    pruned_decay: float = 0.0,
 ) -> fx.GraphModule:
     """The net, the same at every call, prepared for ``rule``."""
     torch.manual_seed(0)
-    return pdp_fx.prepare(
-        Net(width), PruneSpec(rule, schedule=schedule, tau=tau, forward=forward), batch()[0]
-    )
+    spec = PruneSpec(rule, schedule=schedule, tau=tau, forward=forward, pruned_decay=pruned_decay)
+    return pdp_fx.prepare(Net(width), spec, batch()[0])
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -19,7 +19,6 @@ import pdp_fx
 from pdp_fx import PruneSpec, StateError
 from pdp_fx.planning import parameters_of
 from pdp_fx.pruner import Pruner, find
-from pdp_fx.spec import Rule
 from tests.training.nets import RAMP, RULES, batch
 
 
@@ -38,10 +37,10 @@ class Net(nn.Module):
         return self.head((stream + torch.relu(self.inner(stream))).mean((2, 3)))
 
 
-def check(wrapper: str, rule: Rule) -> None:
+def check(wrapper: str, spec: PruneSpec) -> None:
     """Train six steps, and compare ranks with each other and with training alone."""
     torch.manual_seed(0)
-    alone = pdp_fx.prepare(Net(), PruneSpec(rule, schedule=RAMP), batch()[0])
+    alone = pdp_fx.prepare(Net(), spec, batch()[0])
     together = wrapped(copy.deepcopy(alone), wrapper)
     alone_sgd = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
     together_sgd = torch.optim.SGD(together.parameters(), 0.1, momentum=0.9)
@@ -74,7 +73,7 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Tensor:
     """One step of training and of the schedule; the loss."""
-    loss = functional.cross_entropy(model(images), labels)
+    loss = functional.cross_entropy(model(images), labels) + pdp_fx.penalty(model)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -141,8 +140,9 @@ def require(holds: bool, message: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for rule in RULES.values():
-        check("ddp", rule)
-        check("fsdp", rule)
+    decaying = PruneSpec(RULES["unstructured"], schedule=RAMP, forward="hard", pruned_decay=0.5)
+    for spec in (*(PruneSpec(rule, schedule=RAMP) for rule in RULES.values()), decaying):
+        check("ddp", spec)
+        check("fsdp", spec)
     check_blocks_are_refused()
     dist.destroy_process_group()
