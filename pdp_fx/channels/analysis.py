@@ -121,7 +121,8 @@ def observe(
     computed = {by.node: by for by in stand_ins}
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
-        _settle_norm(flow, result)
+        if node.op == "call_module" or node.target in NORMS:
+            _settle_norm(flow, result)
         check_sizes(gm, node, flow, result)
         if node.name in computed and flow.stand_in(result, computed[node.name]):
             given = Labelled(tuple(result.shape), flow.layers(result))
@@ -159,16 +160,19 @@ def _is_over_several(node: fx.Node, flow: LabelFlow) -> bool:
 
 def _settle_norm(flow: LabelFlow, result: Any) -> None:
     """A norm that is given a mask multiplies by it: what it gives is 0 where a channel is dropped."""
-    known = {label for site in flow.norms_here() for label in site.ids.tolist()}
+    known: dict[int, set[int]] = {}
+    for site in flow.norms_here():
+        known.setdefault(site.axis, set()).update(site.ids.tolist())
     if not known or not isinstance(result, Tensor):
         return
-    layers = [
-        Layer(layer.ids, torch.ones_like(layer.zero))
-        if set(layer.ids.reshape(-1).tolist()) <= known
-        else layer
-        for layer in flow.layers(result)
-    ]
-    flow.put(result, layers)
+
+    def settled(layer: Layer) -> Layer:
+        # The same labels may lie along another axis, too, as in a product of channels with themselves.
+        axis = min(layer.support) if len(layer.support) == 1 else -1
+        whole = set(layer.ids.reshape(-1).tolist()) <= known.get(axis, set())
+        return Layer(layer.ids, torch.ones_like(layer.zero)) if whole else layer
+
+    flow.put(result, [settled(layer) for layer in flow.layers(result)])
 
 
 def rule_of(call: Call) -> Rule:

@@ -91,6 +91,18 @@ def _narrow(node: fx.Node, job: Job) -> None:
         node.args, node.kwargs = (node.args[0], axis, first, job.results[0].size(place)), {}
 
 
+def _squeeze(node: fx.Node, job: Job) -> None:
+    """An axis of channels of which one is left is none of those that a squeeze takes away."""
+    shape = job.source.value.shape
+    left = {axis for axis in job.source.stays if job.source.size(axis) == 1 < shape[axis]}
+    if not left:
+        return
+    (given,) = _arguments(node, 1, ("dim",), 1)
+    named = range(len(shape)) if given is None else [int(job.number(axis)) for axis in _listed(given)]
+    axes = tuple(axis for axis in named if axis % len(shape) not in left)
+    node.args, node.kwargs = (node.args[0], axes), {}
+
+
 def _reorder(node: fx.Node, job: Job) -> None:
     """A choice of places along one axis becomes a choice of the places that stay."""
     changed = [axis for axis in job.source.stays if job.source.changes(axis)]
@@ -202,7 +214,11 @@ def _groups(node: fx.Node, job: Job) -> None:
 _SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split)
 _NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
-_ROLL, _SUBSCRIPT = Rewrite(_roll, _roll_fits), Rewrite(subscript, subscript_fits)
+_SQUEEZE, _ROLL, _SUBSCRIPT = (
+    Rewrite(_squeeze),
+    Rewrite(_roll, _roll_fits),
+    Rewrite(subscript, subscript_fits),
+)
 
 RESIZERS: dict[Any, Rewrite] = {
     "view": _SIZES, "reshape": _SIZES, torch.reshape: _SIZES, "expand": _SIZES, torch.broadcast_to: _SIZES,
@@ -218,7 +234,8 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
-    "torchvision::deform_conv2d": Rewrite(_as_before),
+    "torchvision::deform_conv2d": Rewrite(_as_before), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
+    "squeeze_": _SQUEEZE,
 }  # fmt: skip
 """Functions and methods that are told sizes, with the way to tell them new ones."""
 
@@ -268,7 +285,9 @@ GROUPED: frozenset[Any] = frozenset({
 """Functions that are told a number of groups, which follows the channels."""
 
 
-ALWAYS_TOLD: frozenset[Any] = frozenset({torch.narrow, "narrow", "sum_to_size"})
+ALWAYS_TOLD: frozenset[Any] = frozenset({
+    torch.narrow, "narrow", "sum_to_size", torch.squeeze, "squeeze", "squeeze_",
+})  # fmt: skip
 """Functions and methods that may do nothing on the example inputs and still be told sizes."""
 
 

@@ -81,6 +81,8 @@ EMPTIED = (
 )
 """Why channels stay that go into an empty tensor, and what would change it."""
 
+PICKED, PICKED_REMEDY = "this channel is picked by its number", "give it a layer of its own"
+
 CUTS = frozenset({
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.unbind, aten.narrow, aten.chunk,
     aten.index_select, aten.unsafe_split, aten.unsafe_split_with_sizes,
@@ -107,8 +109,7 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
         if layer.support == frozenset({axis}) and packet is aten.unbind:
             flow.freeze(layer.ids, "each of these channels becomes a tensor of its own")
         elif layer.support == frozenset({axis}) and packet is aten.select:
-            why = "this channel is picked by its number"
-            flow.freeze(layer.ids.select(axis, int(call.args[2])), why, "give it a layer of its own")
+            flow.freeze(layer.ids.select(axis, int(call.args[2])), PICKED, PICKED_REMEDY)
         layers.append(layer)
     return layers
 
@@ -146,10 +147,24 @@ def _first_axis(layer: Layer) -> int:
 
 
 def _note_part(before: Layer, part: Layer, call: Call, flow: LabelFlow) -> None:
-    """Note channels that are cut or picked out of others: not all of them may go."""
+    """Note channels that are cut or picked out of others: not all of them may go.
+
+    Of a broadcast axis that holds for a single index, which will be broadcast again.
+    """
     chosen = call.func.overloadpacket in CUTS or call.func.overloadpacket is aten.index
-    if chosen and len(before.support) == 1 and not part.free and part.ids.numel() != before.ids.numel():
+    some = part.ids.numel() != before.ids.numel() and (not part.free or part.ids.numel() == 1)
+    if chosen and len(before.support) == 1 and some:
         flow.record.parts.append(part.ids.reshape(-1))
+    if part.ids.numel() == 1 < before.ids.numel() and _picks(call):
+        # An axis of one index has no labels from which the index could be written anew.
+        flow.freeze(before.ids, PICKED, PICKED_REMEDY)
+
+
+def _picks(call: Call) -> bool:
+    """Whether places are picked one by one, or leave gaps between them."""
+    if call.func.overloadpacket is aten.slice:
+        return int(call.argument(4, "step", 1)) > 1
+    return call.func.overloadpacket in (aten.index, aten.index_select)
 
 
 def laid_out_anew(before: Layer, after: Layer) -> bool:

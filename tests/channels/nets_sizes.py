@@ -36,6 +36,40 @@ class NewZeros(Between):
         return torch.cat([x, x.new_zeros(x.shape[0], 4, *x.shape[2:])], 1)
 
 
+class SqueezedPooling(nn.Module):
+    """Of two channels one is left, which the squeezes must not take away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = conv_bn(3, 2), conv_bn(2, 2), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mid(torch.relu(self.stem(x)))
+        pooled = x.mean((2, 3), keepdim=True)
+        return self.head(torch.cat([pooled.squeeze(), torch.squeeze(x.amax((2, 3), True), (1, 2, 3))], -1))
+
+
+class GramRows(nn.Module):
+    """The mean over one axis of a product of channels with themselves; the other axis is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = conv_bn(3, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x)).flatten(2)
+        return self.head(torch.bmm(x, x.transpose(1, 2)).mean(2))
+
+
+class NormalisedGramRows(GramRows):
+    """The same of LayerNorm over one axis, which says nothing of the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x)).flatten(2)
+        gram = torch.bmm(x, x.transpose(1, 2))
+        return self.head(F.layer_norm(gram, gram.shape[-1:])[..., 1:].sum(2))
+
+
 class FoldedIntoBatch(Between):
     """One filter for all channels, by way of the batch axis."""
 
@@ -371,6 +405,9 @@ SIZES = (
     Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
     Construct(OnesOfWrittenSize, images(), removed=7),
     Construct(NewZeros, images(), removed=7),
+    Construct(SqueezedPooling, images(), removed=2),
+    Construct(GramRows, images(), removed=4),
+    Construct(NormalisedGramRows, images(), removed=4),
     Construct(FoldedIntoBatch, images(), removed=3),
     Construct(SingleChannelGate, images(), removed=7),
     Construct(SpreadGate, images(), removed=7),
