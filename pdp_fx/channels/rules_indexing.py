@@ -17,9 +17,15 @@ aten = torch.ops.aten
 CHOSEN = "its places along the axis of these channels are chosen by an index"
 
 
-@rule(aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_)
+@rule(
+    aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_, aten.index_reduce,
+    aten.index_reduce_,
+)  # fmt: skip
 def rows_by_index(call: Call, flow: LabelFlow) -> None:
-    """Whole slices go where a vector says, as messages go to the nodes of a graph."""
+    """Whole slices go where a vector says, as messages go to the nodes of a graph.
+
+    What meets at one place is added, replaced or reduced: nothing but zeros gives 0 in each case.
+    """
     into, axis, index, source = call.args[:4]
     flow.freeze_all([index], CHOSEN)
     _chosen(call, axis, [into, source], [], flow)
@@ -52,6 +58,50 @@ def scatter_reduce(call: Call, flow: LabelFlow) -> None:
     """As `scatter`, and what meets at one place is reduced: nothing but zeros gives 0, whatever the way."""
     into, axis, index, source = call.args[:4]
     _chosen(call, axis, [into, source], [index], flow)
+
+
+@rule(aten.slice_scatter)
+def slice_scatter(call: Call, flow: LabelFlow) -> None:
+    """Some slices are replaced by those of another tensor."""
+    into, source = call.args[:2]
+    _chosen(call, int(call.argument(2, "dim", 0)), [into, source], [], flow)
+
+
+@rule(aten.select_scatter)
+def select_scatter(call: Call, flow: LabelFlow) -> None:
+    """One slice is replaced by another tensor."""
+    into, source, axis = call.args[:3]
+    axis %= into.ndim
+    slices = source.unsqueeze(axis)
+    layers = flow.layers(source)
+    flow.put(slices, [Layer(t.ids.unsqueeze(axis), t.zero.unsqueeze(axis), (t,)) for t in layers])
+    _chosen(call, axis, [into, slices], [], flow)
+
+
+@rule(aten.masked_scatter, aten.masked_scatter_)
+def masked_scatter(call: Call, flow: LabelFlow) -> None:
+    """Whole rows are replaced by those of another tensor, in their order, where a mask says.
+
+    They are whole where the mask is the same along the last axis, as for features of images among words.
+    """
+    into, mask, source = call.args
+    last = max(into.ndim - 1, 0)
+    same = [
+        layer
+        for layer in lift(flow.layers(mask), into.ndim)
+        if layer.free and layer.support == frozenset({last})
+    ]
+    wide = source.shape[-1:] == into.shape[-1:]
+    if not wide or (not same and mask.shape[-1:] != (1,)):
+        flow.freeze_all([into, mask, source], CHOSEN)
+        flow.put(call.result, ())
+        return
+    others = frozenset(range(last))
+    mine = flow.all_without(flow.layers(into), others, CHOSEN)
+    rows = flow.all_without(flow.layers(source), frozenset(range(source.ndim - 1)), CHOSEN)
+    theirs = [_with_axes(layer, 0, source.ndim - 1, last) for layer in rows]
+    across = [mine, theirs, *([same] if same else [])]
+    flow.put(call.result, [_all_zero(merged, 2) for merged in tie_across(across, flow)])
 
 
 @rule(aten.gather)

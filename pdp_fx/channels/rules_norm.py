@@ -115,6 +115,7 @@ SPATIAL = {
     aten.avg_pool3d: 3, aten._adaptive_avg_pool2d: 2, aten._adaptive_avg_pool3d: 3,
     aten.adaptive_max_pool2d: 2, aten.adaptive_max_pool3d: 3, aten.upsample_nearest1d: 1,
     aten.upsample_nearest2d: 2, aten.upsample_nearest3d: 3, aten._upsample_nearest_exact2d: 2,
+    aten._upsample_nearest_exact1d: 1, aten._upsample_nearest_exact3d: 3,
     aten.upsample_bilinear2d: 2, aten.upsample_bicubic2d: 2, aten.upsample_linear1d: 1,
     aten.upsample_trilinear3d: 3, aten._upsample_bilinear2d_aa: 2, aten._upsample_bicubic2d_aa: 2,
     aten.reflection_pad2d: 2, aten.replication_pad2d: 2, aten.reflection_pad1d: 1,
@@ -165,6 +166,7 @@ def _axes(source: Tensor, axes: Any) -> frozenset[int]:
 @rule(
     aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.prod,
     aten.max, aten.min, aten.any, aten.all, aten.norm, aten.linalg_vector_norm, aten.nansum, aten.aminmax,
+    aten.count_nonzero,
 )  # fmt: skip
 def reduction(call: Call, flow: LabelFlow) -> None:
     """Reducing other axes keeps the channels; summing channels needs them to be 0; the rest freezes."""
@@ -201,6 +203,7 @@ def _reduction_arguments(call: Call) -> tuple[Tensor, bool, frozenset[int]]:
 
 _VANISHING = frozenset({
     aten.mean, aten.sum, aten.nansum, aten.amax, aten.amin, aten.aminmax, aten.linalg_vector_norm,
+    aten.count_nonzero,
 })  # fmt: skip
 """Reductions of zeros that give zero."""
 

@@ -69,6 +69,20 @@ def with_scratch(call: Call, flow: LabelFlow) -> None:
         flow.put(tensor, ())
 
 
+@rule(aten.bucketize, aten.searchsorted, aten.isin)
+def looked_up(call: Call, flow: LabelFlow) -> None:
+    """A place in a table, or whether it is there, for each number: never 0 for sure."""
+    place = 1 if call.func.overloadpacket is aten.searchsorted else 0
+    numbers, table = call.args[place], call.args[1 - place]
+    if not isinstance(numbers, Tensor) or not isinstance(table, Tensor) or table.ndim != 1:
+        flow.freeze_all(call.tensors(), "they are looked up in a table of their own")
+        flow.put(call.result, ())
+        return
+    flow.freeze_all([table], "other numbers are looked up among them")
+    layers = flow.layers(numbers)
+    flow.put(call.result, [Layer(each.ids, torch.zeros_like(each.zero), (each,)) for each in layers])
+
+
 def put_sum(product: list[Layer], added: Tensor | None, call: Call, flow: LabelFlow) -> None:
     """Say which labels the result of ``call`` carries: those of a product that something is added to."""
     if added is None:

@@ -55,6 +55,24 @@ def _sliced(layer: Layer, gone: frozenset[int], vanishes: bool) -> Layer:
     return Layer(layer.ids.reshape(shape), zero.reshape(shape), (layer,))
 
 
+@rule(aten.tril, aten.triu)
+def triangle(call: Call, flow: LabelFlow) -> None:
+    """One half of every matrix along the last two axes is 0."""
+    source: Tensor = call.args[0]
+    matrix = frozenset({source.ndim - 2, source.ndim - 1})
+    why = "these channels lie along an axis of a matrix of which one half is 0"
+    flow.put(call.result, flow.all_without(flow.layers(source), matrix, why))
+
+
+@rule(aten.renorm)
+def renorm(call: Call, flow: LabelFlow) -> None:
+    """The norm of every slice across one axis is limited: what is 0 stays 0."""
+    source, axis = call.args[0], int(call.args[2])
+    others = frozenset(range(source.ndim)) - {axis % source.ndim}
+    why = "renorm takes a norm over these channels"
+    flow.put(call.result, flow.all_without(flow.layers(source), others, why))
+
+
 @rule(aten._conj, aten.resolve_conj, aten._neg_view, aten.resolve_neg)
 def other_form(call: Call, flow: LabelFlow) -> None:
     """The same numbers in memory, or their conjugates."""

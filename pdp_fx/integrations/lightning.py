@@ -14,7 +14,7 @@ class PruningCallback(Callback):
     gradients are only accumulated do not count. Resuming from a checkpoint of the trainer resumes the
     schedule, which is part of the model's state. What is kept here is for how many epochs it was advanced:
     a checkpoint from the last batch of an epoch is older than the end of the epoch, which the trainer does
-    not come to again.
+    not come to again. The loss stays yours: with `pruned_decay`, `training_step` adds `pdp_fx.penalty`.
 
     Example:
         trainer = Trainer(callbacks=[PruningCallback()])

@@ -13,7 +13,8 @@ class PruningCallback(TrainerCallback):
 
     Once after each epoch or each step of the optimizer, as the spec's schedule is written. Resuming from a
     checkpoint of the trainer resumes the schedule, which is part of the model's state. An epoch is over with
-    its last step, for a checkpoint of that step is one from which the next epoch begins.
+    its last step, for a checkpoint of that step is one from which the next epoch begins. The loss stays
+    yours: with `pruned_decay`, `compute_loss` adds `pdp_fx.penalty`.
 
     Example:
         trainer = Trainer(prepared, arguments, train_dataset=data, callbacks=[PruningCallback()])

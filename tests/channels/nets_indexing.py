@@ -99,6 +99,84 @@ class NumbersScattered(Messages):
         )
 
 
+class TokensReplaced(Messages):
+    """The first tokens are replaced by others, and one by the last."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return torch.select_scatter(torch.slice_scatter(x, told[:, :2], 1, 0, 2), told[:, -1], 1, 3)
+
+
+class ChannelsReplaced(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return torch.slice_scatter(x, told[:, :5, :4], -1, 2, 6)
+
+
+class FeaturesAmongWords(Messages):
+    """Features take the places of some words, as those of images in language models."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        mask = (torch.arange(x.shape[1]) % 2 == 0).view(1, -1, 1).expand_as(x)
+        features = told[:, :3].reshape(-1, told.shape[-1])
+        return x.masked_scatter(mask, features) + x.masked_scatter(mask[..., :1], features)
+
+
+class NegativesReplaced(Messages):
+    """A mask of the channels' own values takes as many numbers as it happens to."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return x.masked_scatter(x < 0, told)
+
+
+class LookedUp(Messages):
+    """Steps of a quantised gate."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.linspace(-1, 1, 5, dtype=torch.float64))
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        told = told[:, :5]
+        gate = torch.bucketize(x, self.steps) + torch.searchsorted(self.steps, x.contiguous(), right=True)
+        return told * gate * torch.isin(gate, torch.tensor([0, 2, 4, 6]))
+
+
+class CausalScores(Messages):
+    """Linear attention, whose scores are cut to a triangle."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        told = told[:, :5]
+        return (told @ told.transpose(1, 2)).tril() @ x
+
+
+class TriangleOfChannels(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return x.triu(1)
+
+
+class LimitedNorms(Messages):
+    """Of every channel over all tokens, and of every token over all channels."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return x.renorm(2, 2, 1.0) + told[:, :5].renorm(2, 1, 1.0)
+
+
+class PickedByList(Messages):
+    """One channel, picked by a list or by a step, gates the others."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return x * x[..., [5]] * told[:, :5, 2::8]
+
+
+class PickedOfBroadcast(Messages):
+    """What is picked holds for all channels, for it was broadcast along them."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        scales = x.new_full((1, 1, 1), 2.0).expand_as(x)
+        return x * scales[..., :1] + told[:, :5] * scales[..., 3:4]
+
+
 class BestToken(Messages):
     """The token with the largest sum, by an index without channels."""
 
@@ -175,6 +253,16 @@ INDEXING = (
     Construct(LargestMessage, sequences(), removed=11),
     Construct(LastMessage, sequences(), removed=11),
     Construct(NumbersScattered, sequences(), removed=3, reason="chosen by an index"),
+    Construct(TokensReplaced, sequences(), removed=11),
+    Construct(ChannelsReplaced, sequences(), removed=3, reason="chosen by an index"),
+    Construct(FeaturesAmongWords, sequences(), removed=11),
+    Construct(NegativesReplaced, sequences(), removed=3, reason="chosen by an index"),
+    Construct(LookedUp, sequences(), removed=11),
+    Construct(CausalScores, sequences(), removed=11),
+    Construct(TriangleOfChannels, sequences(), removed=3, reason="one half is 0"),
+    Construct(LimitedNorms, sequences(), removed=3, reason="takes a norm over these channels"),
+    Construct(PickedByList, sequences(), removed=3, reason="picked by its number"),
+    Construct(PickedOfBroadcast, sequences(), removed=11),
     Construct(BestToken, sequences(), removed=11),
     Construct(BestOfEachChannel, sequences(), removed=11),
     Construct(GatheredAlongChannels, sequences(), removed=3, reason="chosen by an index"),

@@ -128,6 +128,9 @@ PURE: dict[str, Pure] = {
     ),
     "pad_pixels": (image(lambda c, s, k: (c, s + 2)), lambda x, k: F.pad(x, (1, 1, 1, 1), value=0.3 * k)),
     "flip_pixels": (only("image"), lambda x, k: x.flip(3)),
+    "triangle": (only("image", "tokens"), lambda x, k: x.tril(k)),
+    "renorm": (only("image"), lambda x, k: x.renorm(2, 1, 1.0)),
+    "counted": (only("image"), lambda x, k: x * (x > 0.1 * k).count_nonzero((2, 3))[:, :, None, None]),
     "flip": (only("image"), lambda x, k: x.flip(1)),
     "roll": (only("image"), lambda x, k: torch.roll(x, k + 1, 1)),
     "halves": (image(lambda c, s, k: (c // 2, s) if c % 2 == 0 else None), lambda x, k: _halves(x)),
@@ -214,6 +217,15 @@ def _cat(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a, b], -1 if a.ndim == 3 else 1)
 
 
+def _every_other_token(a: Tensor, b: Tensor) -> Tensor:
+    mask = torch.arange(a.shape[1]).view(1, -1, 1) % 2 == 0
+    return a.masked_scatter(mask.expand_as(a), b)
+
+
+def _equal_tokens(a: Shape, b: Shape) -> Shape | None:
+    return a if a == b and a[0] == "tokens" else None
+
+
 JOINS: dict[str, Join] = {
     "add": (_equal, lambda a, b: a + b),
     "subtract": (_equal, lambda a, b: a - b),
@@ -221,6 +233,8 @@ JOINS: dict[str, Join] = {
     "into_part": (_one_less, lambda a, b: _into_part(a, b, whole=False)),
     "into_whole": (_equal_images, lambda a, b: _into_part(a, b, whole=True)),
     "copied_into": (_equal_images, _copied_into),
+    "first_row_of": (_equal_images, lambda a, b: torch.slice_scatter(a, b[:, :, :1], 2, 0, 1)),
+    "every_other_token": (_equal_tokens, _every_other_token),
     "maximum": (_equal, torch.maximum),
     "blend": (_equal, lambda a, b: torch.sigmoid(a) * b + (1 - torch.sigmoid(a)) * a),
     "where": (_equal, lambda a, b: torch.where(a > 0, a, b)),
