@@ -2,6 +2,7 @@ import json
 import re
 import tomllib
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,14 @@ specs = st.builds(
     min_keep=st.floats(0, 1),
     tau_end=st.one_of(st.none(), st.floats(0, 1e6, exclude_min=True)),
     forward=st.sampled_from(["soft", "hard"]),
-    pruned_decay=st.sampled_from([0.0, 2e-4]),
 )
 
 
 @pytest.mark.filterwarnings("ignore:Possible (nested set|set):FutureWarning")
-@given(spec=specs)
-def test_any_spec_comes_back_unchanged_from_dict_json_and_toml(spec: PruneSpec) -> None:
+@given(spec=specs, decay=st.sampled_from([0.0, 2e-4]))
+def test_any_spec_comes_back_unchanged_from_dict_json_and_toml(spec: PruneSpec, decay: float) -> None:
+    if any(isinstance(rule, Unstructured | NM) for rule in (spec.default, *dict(spec.overrides).values())):
+        spec = replace(spec, pruned_decay=decay)
     assert PruneSpec.from_dict(spec.to_dict()) == spec
     assert PruneSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert PruneSpec.from_toml(spec.to_toml()) == spec

@@ -86,11 +86,12 @@ def masked_scatter(call: Call, flow: LabelFlow) -> None:
     """
     into, mask, source = call.args
     last = max(into.ndim - 1, 0)
-    same = [
-        layer
-        for layer in lift(flow.layers(mask), into.ndim)
-        if layer.free and layer.support == frozenset({last})
-    ]
+    same: list[Layer] = []
+    for layer in lift(flow.layers(mask), into.ndim):
+        if layer.free and layer.support == frozenset({last}):
+            same.append(layer)
+        else:
+            flow.freeze(layer.ids, CHOSEN)
     wide = source.shape[-1:] == into.shape[-1:]
     if not wide or (not same and mask.shape[-1:] != (1,)):
         flow.freeze_all([into, mask, source], CHOSEN)
