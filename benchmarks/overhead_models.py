@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torchvision  # pyright: ignore[reportMissingTypeStubs]
@@ -18,7 +19,10 @@ from benchmarks.rivals import CS, SRSTE, STR, Fixed, OptG
 from pdp_fx import NM, Channels, MaskSite, PruneSpec, Schedule, Unstructured
 from pdp_fx.spec import Rule
 
-METHODS = ("dense", "pdp", "pdp-nm", "pdp-channels", "fixed", "optg", "cs", "str", "sr-ste")
+METHODS = (
+    "dense", "pdp", "pdp-nm", "pdp-channels", "pdp-hard", "pdp-nm-hard-decay", "fixed", "optg", "cs", "str",
+    "sr-ste",
+)  # fmt: skip
 RATIO = 0.85
 
 
@@ -95,11 +99,19 @@ def build(method: str, dense: nn.Module, example: Tensor) -> Variant:
     if method == "dense":
         return Variant(dense, [])
     tied = {"lm_head": None} if isinstance(dense, GPT2) else {}
-    spec = PruneSpec(_rule(method), tied, Schedule(0, 0.5, "epoch", length=4))
+    schedule = Schedule(0, 0.5, "epoch", length=4)
+    spec = PruneSpec(_rule(method), tied, schedule, **OPTIONS.get(method, {}))
     model = pdp_fx.prepare(dense, spec, example[:2])
     pdp_fx.step(model)
     own = list({*model.parameters()} - {*dense.parameters()})
-    return Variant(model, own, penalised=method == "cs")
+    return Variant(model, own, penalised=method in ("cs", "pdp-nm-hard-decay"))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pdp-hard": {"forward": "hard"},
+    "pdp-nm-hard-decay": {"forward": "hard", "pruned_decay": 2e-4},
+}
+"""What a method's spec says beside its rule."""
 
 
 def _rule(method: str) -> Rule:
@@ -108,6 +120,8 @@ def _rule(method: str) -> Rule:
         "pdp": Unstructured(RATIO),
         "pdp-nm": NM(2, 4),
         "pdp-channels": Channels(ratio=0.4),
+        "pdp-hard": Unstructured(RATIO),
+        "pdp-nm-hard-decay": NM(2, 4),
         "fixed": Unstructured(RATIO / 2, policy=Fixed),
         "optg": Unstructured(RATIO / 2, policy=OptG),
         "cs": Unstructured(RATIO, policy=partial(CS, start=-1.0)),

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from pdp_fx.errors import SpecError
 from pdp_fx.field_checks import described
 from pdp_fx.granularity import NM, Rule
+from pdp_fx.ops.decay import half_squares
 from pdp_fx.ops.nm import nm_pruned
 from pdp_fx.ops.ranking import Ranking
 from pdp_fx.ops.select import readable, smallest
-from pdp_fx.ops.threshold import compute_dtype
 from pdp_fx.schedule import Schedule
 from pdp_fx.sharding import refuse_shard
 from pdp_fx.softness import Softness
@@ -245,8 +245,7 @@ class WeightPolicy(MaskPolicy):
         """
         if self.pruned_decay == 0 or self.idle(weights[0]):
             return None
-        hidden = torch.where(self.pruned(weights[0]), weights[0], 0)
-        return 0.5 * self.pruned_decay * hidden.to(compute_dtype(hidden.dtype)).square().sum()
+        return self.pruned_decay * half_squares(weights[0], self.pruned(weights[0]))
 
     def extra_repr(self) -> str:
         return f"pruned_decay={self.pruned_decay:g}" if self.pruned_decay else ""
