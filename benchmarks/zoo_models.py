@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_chains, zoo_transformers
+from benchmarks import zoo_chains, zoo_language, zoo_perception
 from benchmarks.zoo_outputs import Arguments
 
 ZOOS = ("torchvision", "timm", "transformers", "synthetic")
+TRANSFORMERS = zoo_language.MODELS | zoo_perception.MODELS
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def names(zoo: str, cache: Path) -> list[str]:
         return [name for name in listed if not name.startswith("quantized_")]
     if zoo == "timm":
         return _smallest_of_timm(cache / "timm_smallest.json")
-    return list(zoo_chains.DEPTHS) if zoo == "synthetic" else sorted(zoo_transformers.MODELS)
+    return list(zoo_chains.DEPTHS) if zoo == "synthetic" else sorted(TRANSFORMERS)
 
 
 def build(zoo: str, name: str) -> Subject:
@@ -140,5 +141,5 @@ def _smallest_of_timm(path: Path) -> list[str]:
 
 
 def _transformers(name: str) -> Subject:
-    made = zoo_transformers.MODELS[name]
+    made = TRANSFORMERS[name]
     return Subject(made.build(), made.inputs)

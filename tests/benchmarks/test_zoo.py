@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import zoo, zoo_measure, zoo_models, zoo_peer, zoo_table, zoo_transformers
+from benchmarks import zoo, zoo_measure, zoo_models, zoo_peer, zoo_table
 from benchmarks.zoo_measure import Job
 from benchmarks.zoo_models import Subject
 
@@ -133,13 +133,16 @@ def test_the_summary_counts_by_zoo_and_leaves_skipped_models_out() -> None:
     assert cells == ["timm", "2", "1", "1", "1", "0", "1", "0.60", "0.50", "0", "3.00", "4.00", "1"]
 
 
-def test_the_transformers_of_the_zoo_have_inputs_that_fit() -> None:
+@pytest.mark.parametrize(
+    "name", ["distilbert", "bart", "whisper", "clip", "llava", "detr", "patchtst", "hubert"]
+)
+def test_the_transformers_of_the_zoo_have_inputs_that_fit(name: str) -> None:
     pytest.importorskip("transformers")
-    subject = zoo_models.build("transformers", "distilbert")
-    inputs = subject.inputs(2)
-    assert isinstance(inputs, dict)
-    assert subject.model(**inputs)[0].shape == (2, 12, 64)
-    assert len(zoo_transformers.MODELS) == 15
+    subject = zoo_models.build("transformers", name)
+    for batch in (1, 2):
+        inputs = subject.inputs(batch)
+        assert isinstance(inputs, dict)
+        assert len(subject.model(**inputs)[0]) == batch
 
 
 def test_chains_double_in_depth_and_run() -> None:
