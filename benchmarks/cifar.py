@@ -37,11 +37,12 @@ SKIPPED = {"fc": None, r"re:.*\.shortcut": None}
 SPARSITIES = (0.863, 0.9, 0.95, 0.98)
 KNOBS: dict[str, tuple[float, float, Callable[[float], float]]] = {
     "str": (math.log(3000), 0.0, lambda place: -math.exp(place)),
-    "cs": (0.5, -0.5, lambda place: place),
+    "cs": (0.003, -0.02, lambda place: place),
 }
 """Between the first two, from too little to too much, the place of a searched method's knob is looked for;
 the third makes the knob from the place. STR's first score is decayed by a factor that grows with the length
-of the training, so its magnitude is searched on a logarithmic scale."""
+of the training, so its magnitude is searched on a logarithmic scale. CS prunes 63 % in its part of the 16
+epochs from a first score of 0, and 88 % from -0.01."""
 
 MIN_KEEP = 0.25
 
