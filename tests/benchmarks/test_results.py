@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cifar_table, gpt_shakespeare, overhead, overhead_table, results
+from benchmarks import cifar_table, gpt_shakespeare, overhead, overhead_table, results, sst2
 from benchmarks.methods import FULL, SHORT
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
@@ -20,8 +20,9 @@ def records(name: str) -> list[results.Record]:
         cifar_table.as_text(records("cifar"), SHORT),
         cifar_table.as_text(records("cifar"), FULL),
         gpt_shakespeare.as_text(records("gpt_shakespeare"), gpt_shakespeare.Run("", None, 0, 20)),
+        sst2.as_text(records("sst2"), sst2.Run("", None, 0, 24)),
     ],
-    ids=["cifar", "cifar, full recipe", "gpt"],
+    ids=["cifar", "cifar, full recipe", "gpt", "sst2"],
 )
 def test_the_tables_are_those_of_the_results(tables: str) -> None:
     assert tables
@@ -30,7 +31,7 @@ def test_the_tables_are_those_of_the_results(tables: str) -> None:
         assert table.strip() in readme
 
 
-@pytest.mark.parametrize("name", ["cifar", "gpt_shakespeare"])
+@pytest.mark.parametrize("name", ["cifar", "gpt_shakespeare", "sst2"])
 def test_a_converted_model_does_what_its_masks_did(name: str) -> None:
     for record in records(name):
         assert abs(record.get("converted", record["hard"]) - record["hard"]) <= 1e-3
