@@ -14,6 +14,7 @@ import builtins
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -64,9 +65,12 @@ _FUNCTIONS = {
         name
         for name, function in vars(math).items()
         # These ask the number itself.
-        if inspect.isbuiltin(function) and name not in ("ceil", "floor", "trunc")
+        if inspect.isbuiltin(function) and name not in ("ceil", "floor", "trunc", "prod")
     ),
 }
+_OF_MANY = frozenset({max, min})
+"""What does the same with the numbers of a sequence as with a sequence of numbers."""
+
 _NUMPY = ("arange", "array", "asarray", "full", "linspace", "ones", "prod", "zeros")
 """What makes arrays of sizes; a live number itself sees to the element-wise functions."""
 
@@ -79,6 +83,7 @@ def casting(recorder: Recorder) -> Generator[None, None, None]:
     with ExitStack() as stack:
         stack.enter_context(entries(casts))
         stack.enter_context(replaced(builtins, "range", _stand_in(range, _checked_range(recorder))))
+        stack.enter_context(replaced(math, "prod", _product))
         for home, functions in _FUNCTIONS.items():
             for name in functions:
                 stack.enter_context(replaced(home, name, _alive(getattr(home, name), recorder.session)))
@@ -97,6 +102,11 @@ def _fixing(function: Callable[..., Any], session: Session) -> Callable[..., Any
     return call
 
 
+def _product(numbers: Iterable[Any], /, *, start: Any = 1) -> Any:
+    """`math.prod`, by multiplications, each of which is live where its numbers are."""
+    return functools.reduce(operator.mul, numbers, start)
+
+
 def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """A function of numbers, or of one sequence of them, whose result is live where one of them is."""
 
@@ -110,7 +120,11 @@ def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]
         if not session.open or not any(isinstance(leaf, Live) for leaf in leaves):
             return function(*args, **kwargs)
         numbers = args if sequence is None else sequence
-        if kwargs or any(not isinstance(number, int | float) for number in numbers):
+        if (
+            kwargs
+            or (sequence is not None and function not in _OF_MANY)
+            or any(not isinstance(number, int | float) for number in numbers)
+        ):
             note_fixed(leaves, session)
             return function(*args, **kwargs)
         if sequence is not None and len(sequence) == 1:

@@ -58,14 +58,16 @@ def _by_span(filename: str) -> dict[Span, Located]:
 
 
 def only_unpacks(frame: FrameType) -> bool:
-    """Whether the frame assigns the parts of a value to as many names, or takes one of them."""
+    """Whether the frame assigns the parts of a value to as many names, or takes one from the front."""
     located = expression_at(frame)
     if located is None:
         return False
     parent = located.parents[-1]
     if isinstance(parent, ast.Assign):
         return all(_is_tuple(target) for target in parent.targets)
-    return isinstance(parent, ast.Subscript) and located.node is parent.value
+    if not isinstance(parent, ast.Subscript) or located.node is not parent.value:
+        return False
+    return isinstance(parent.slice, ast.Constant) and isinstance(parent.slice.value, int)
 
 
 def _is_tuple(target: ast.expr) -> bool:

@@ -11,7 +11,7 @@ from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.source import source_line, user_frame
-from pdp_fx.tracing.steps import Expr, NumberReadError, UnrecordableError, Value, is_data
+from pdp_fx.tracing.steps import Expr, NumberReadError, Step, UnrecordableError, Value, is_data
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -50,14 +50,17 @@ def _check_parts(recorder: Recorder, told: Args, parts: Any) -> None:
     frame = user_frame()
     sizes = any(isinstance(argument, list | tuple) for argument in told)
     if not sizes and not (frame is not None and only_unpacks(frame)):
-        _as_often(recorder, *length_of(recorder.steps[-1], parts))
+        made = recorder.steps[-1]
+        recorder.parts.fell(made, len(parts), _as_often(recorder, *length_of(made, parts)))
 
 
-def _as_often(recorder: Recorder, value: Value, number: int) -> None:
+def _as_often(recorder: Recorder, value: Value, number: int) -> Step:
     source = source_line()
     message = f"{source or 'the model'} goes up to {number} in this graph; "
     message += "to go elsewhere, trace with example_inputs that do"
-    recorder.steps.append(check_step([(value, number)], message, recorder.scope, source))
+    check = check_step([(value, number)], message, recorder.scope, source)
+    recorder.steps.append(check)
+    return check
 
 
 def _shape(recorder: Recorder, tensor: torch.Tensor) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
+from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.sizes import Session, live, note_fixed
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
@@ -68,6 +69,7 @@ class Recorder:
         self.origins = Origins(model, self.watch, self._alias)
         self.arguments = Arguments(self.origins, self.session)
         self.dtypes = Dtypes()
+        self.parts = Parts()
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._buffers = dict(model._buffers)
@@ -99,6 +101,8 @@ class Recorder:
             if has_tensors((args, kwargs)):
                 raise
             return self._constant_result(function, args, kwargs)
+        step.args = tuple(self.parts.joined(value) for value in step.args)
+        step.kwargs = {key: self.parts.joined(value) for key, value in step.kwargs.items()}
         operands = list(tensors((args, kwargs)))
         result, changed = self.run_and_compare(function, args, kwargs, step, operands)
         if functions.is_in_place(name) and operands and not changed:
@@ -198,7 +202,9 @@ class Recorder:
         """The recording of a run that is over and gave this result."""
         self.failures.check()
         self._leave(self.model, self._buffers)
-        return Recording(tuple(self.steps), self.arguments.output(result), frozenset(self.scopes))
+        output = self.arguments.output(result)
+        self.findings.sizes.read |= self.parts.settle(self.steps, output)
+        return Recording(tuple(self.steps), output, frozenset(self.scopes))
 
     @contextmanager
     def silent(self) -> Generator[None, None, None]:

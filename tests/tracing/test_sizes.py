@@ -345,6 +345,63 @@ def test_chunks_may_be_fewer_than_were_asked_for() -> None:
         gm(rows(1, 4, 4))
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: torch.cat(list(x)),
+        lambda x: torch.stack([part for part in x], 1),  # noqa: C416 a comprehension runs a frame of its own
+        lambda x: torch.cat(x.split(1), 2),
+        lambda x: torch.stack(tensors=x.unbind(0)),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_list_of_all_parts_that_goes_on_whole_may_be_of_any_length(act: Any, size: int) -> None:
+    exact(Deciding(act), rows(size, 4, 8), rows(1, 4, 8), rows(2, 4, 8), rows(4, 4, 9))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: torch.cat(parts := list(x)) * len(parts),
+        lambda x: torch.cat(parts := list(x)) + parts[0].mean(),
+        lambda x: torch.cat(list(x)[::-1]),
+        lambda x: torch.cat(list(x)[-1:]),
+        lambda x: torch.cat([*x, *x]) if x.unbind(0) else x,
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_list_of_parts_that_is_used_otherwise_has_the_length_of_the_example(act: Any, size: int) -> None:
+    gm = exact(Deciding(act), rows(size, 4, 8))
+    with pytest.raises(AssertionError, match=f"holds for a batch of {size} only"):
+        gm(rows(size + 1, 4, 8))
+
+
+def test_a_list_of_parts_along_an_axis_whose_size_was_not_tried_is_checked() -> None:
+    gm = exact(Deciding(lambda x: torch.cat(x.unbind(2))), rows(2, 4, 8), rows(3, 4, 8))
+    with pytest.raises(AssertionError, match="goes up to 8 in this graph"):
+        gm(rows(2, 4, 9))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x.unbind(2)[-1],
+        lambda x: torch.cat(x.unbind(2)[:3]),
+        lambda x: torch.cat(x.split(1, 2)[1:]),
+        lambda x: torch.cat(x.unbind(2)[::2]),
+        lambda x: x.unbind(2)[x.shape[2] - 1],
+    ],
+)
+def test_parts_that_are_not_counted_from_the_first_are_those_of_the_example(act: Any) -> None:
+    gm = exact(Deciding(act), rows(1, 4, 2), rows(3, 4, 2))
+    with pytest.raises(AssertionError, match="goes up to 2 in this graph"):
+        gm(rows(1, 4, 4))
+
+
+def test_a_part_that_is_counted_from_the_first_is_there_at_all_sizes() -> None:
+    exact(Deciding(lambda x: x.unbind(2)[1]), rows(1, 4, 2), rows(3, 4, 5))
+
+
 def as_square(x: Tensor) -> Tensor:
     side = int(math.sqrt(x.shape[2]))
     return x.unflatten(2, (side, side)).mT.flatten(2)
@@ -364,6 +421,14 @@ def shifted(x: Tensor) -> Tensor:
     return x * (x.shape[2] << 1 | 1) + (~x.shape[2] ^ 5) + math.cos(x.shape[2]) + math.factorial(x.shape[1])
 
 
+def by_a_product_of_all(x: Tensor) -> Tensor:
+    return x.flatten(1) * math.prod(x.shape) + math.prod((size for size in x.shape[1:]), start=2)
+
+
+def by_the_largest(x: Tensor) -> Tensor:
+    return x * max(x.shape[1:]) + min([x.shape[2]])
+
+
 def last_position(x: Tensor) -> Tensor:
     place = torch.arange(x.shape[2])
     last = place[-1:]
@@ -378,7 +443,9 @@ def told(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("act", [as_square, cut, scaled, shifted, last_position, told])
+@pytest.mark.parametrize(
+    "act", [as_square, cut, scaled, shifted, by_a_product_of_all, by_the_largest, last_position, told]
+)
 def test_functions_of_sizes_stay_computations(act: Any) -> None:
     exact(Deciding(act), rows(1, 4, 4), rows(3, 4, 16), rows(2, 4, 9), rows(2, 4, 1))
 

@@ -1,0 +1,64 @@
+"""Tensors that fall into parts along an axis, and the lists of those parts."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from pdp_fx.tracing.arguments import all_values
+from pdp_fx.tracing.steps import Expr, Step
+
+
+class Parts:
+    """What becomes of the parts that `unbind` and its like give.
+
+    A list of all of them, as in ``torch.cat(list(x))``, goes on whole, however many there are. Where nothing
+    else is done with them, the check of how many there are may be stricter than the model is.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[Step, tuple[int, Step]] = {}
+        self._joined: set[Step] = set()
+
+    def fell(self, step: Step, count: int, check: Step) -> None:
+        """Note a step that gave so many parts, and the step that checks their number."""
+        self._given[step] = count, check
+
+    def joined(self, value: Any) -> Any:
+        """The step in the place of a list of all its parts, in order; any other value as it is."""
+        first = value[0] if isinstance(value, list | tuple) and value else None
+        made = first.args[0] if isinstance(first, Expr) and first.call is operator.getitem else None
+        if not isinstance(made, Step) or self._given.get(made, (0,))[0] != len(value):
+            return value
+        if any(not _is_part(part, made, index) for index, part in enumerate(value)):
+            return value
+        self._joined.add(made)
+        return made
+
+    def settle(self, steps: Iterable[Step], output: Any) -> bool:
+        """Let checks of numbers of parts be tried on another example, if lists of them are all that is used.
+
+        Returns:
+            Whether there is such a check.
+        """
+        alone = self._joined - {
+            made for step in steps for made in _taken_apart((step.args, step.kwargs, step.changes))
+        }
+        alone -= _taken_apart(output)
+        for step in alone:
+            self._given[step][1].decides = True
+        return bool(alone)
+
+
+def _is_part(value: Any, made: Step, index: int) -> bool:
+    return isinstance(value, Expr) and value.call is operator.getitem and value.args == (made, index)
+
+
+def _taken_apart(tree: Any) -> set[Step]:
+    """The steps of which single parts are used."""
+    found: set[Step] = set()
+    for value in all_values(tree):
+        if isinstance(value, Expr):
+            made = value.args[0] if value.call is operator.getitem and value.args else None
+            found |= {made} if isinstance(made, Step) else set()
+            found |= _taken_apart((value.args, value.kwargs))
+    return found
