@@ -7,6 +7,7 @@ modes, and has to give what the model gives, bit for bit.
 """
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import fx, nn
@@ -36,6 +37,7 @@ from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
+from pdp_fx.tracing.resizing import sizes_to_hold
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.structure import arrays, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
@@ -111,6 +113,10 @@ def _trace_until_nothing_lasts(
         with noting_changes() as changes:
             gm = _traced(model, example, findings, watch)
         if findings.sizes.read:
+            held = sizes_to_hold(gm, model, example)
+            if held:
+                findings = findings.anew(replace(findings.sizes, held=held))
+                gm = _traced(model, example, findings, watch)
             gm = _for_other_batches(gm, model, example, findings, watch)
         kept = remembering(gm, model, example, changes, lasting)
         if not kept:
@@ -152,7 +158,7 @@ def _for_other_batches(
         _waive_on_one(gm, model, example)
         return gm
     try:
-        general = _traced(model, other, findings.anew(Sizes()), None)
+        general = _traced(model, other, findings.anew(Sizes(held=findings.sizes.held)), None)
         modes = {training: reference(model, example, training) for training in MODES}
         if not problem_of(general, model, example, modes, None) or waive(general, model, example, modes):
             _waive_on_one(general, model, example)
@@ -162,7 +168,8 @@ def _for_other_batches(
     except TraceError as err:
         _log.info("not traced on another batch: %s", err)
     _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
-    return _traced(model, example, findings.anew(Sizes(batch=example.batch)), watch)
+    sizes = Sizes(batch=example.batch, held=findings.sizes.held)
+    return _traced(model, example, findings.anew(sizes), watch)
 
 
 def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:

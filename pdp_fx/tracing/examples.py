@@ -63,12 +63,43 @@ class ExampleCall:
         """A call with the first example alone; None if this is one already."""
         return self._changed(lambda rows: rows[:1].clone()) if self.batch > 1 else None
 
+    def sizes(self) -> frozenset[int]:
+        """How long axes are besides the batch, where they are longer than 1."""
+        found = (size for leaf in tensors((self.args, self.kwargs)) for _, size in self.other_axes(leaf))
+        return frozenset(size for size in found if size > 1)
+
+    def resized(self, size: int) -> "Iterator[ExampleCall]":
+        """Calls in which all axes of one size, besides the batch, have another, the cheapest first.
+
+        Nets that halve their images several times take multiples of a power of two.
+        """
+        power = size & -size
+        longer = size + (power if power < size else size // 2)
+        for other in dict.fromkeys((size // 2, size - power, longer)):
+            if other:
+                yield self._mapped(lambda leaf, other=other: self._resize(leaf, size, other))
+
+    def other_axes(self, leaf: Any) -> "Iterator[tuple[int, int]]":
+        """The axes of a tensor that are not the batch's, and how long they are."""
+        if isinstance(leaf, torch.Tensor):
+            yield from (axis for axis in enumerate(leaf.shape) if axis[0] or axis[1] != self.batch)
+
+    def _resize(self, leaf: Any, size: int, other: int) -> Any:
+        """Cut off the end of the axes that have this size, or repeat their beginning."""
+        for axis in [axis for axis, length in self.other_axes(leaf) if length == size]:
+            whole = torch.cat([leaf.detach()] * -(-other // size), axis)
+            leaf = whole.narrow(axis, 0, other).clone().requires_grad_(leaf.requires_grad)
+        return leaf
+
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ExampleCall":
         def changed(leaf: Any) -> Any:
             if not is_batch(leaf, self.batch):
                 return leaf
             return change(leaf.detach()).requires_grad_(leaf.requires_grad)
 
+        return self._mapped(changed)
+
+    def _mapped(self, changed: Callable[[Any], Any]) -> "ExampleCall":
         args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
         return ExampleCall(args, kwargs)
 

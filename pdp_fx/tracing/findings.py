@@ -18,11 +18,13 @@ class Sizes:
         read: whether it reads any.
         compared: whether it compares them with each other or with 1.
         batch: the batch size to hold the graph to; None if it need not be held to one.
+        held: the sizes of other axes of the inputs to hold it to.
     """
 
     read: bool = False
     compared: bool = False
     batch: int | None = None
+    held: frozenset[int] = frozenset()
 
 
 @dataclass

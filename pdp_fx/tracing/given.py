@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing.arguments import all_values
-from pdp_fx.tracing.examples import is_batch
+from pdp_fx.tracing.examples import ExampleCall, is_batch
 from pdp_fx.tracing.shapes import Facts, check_step, length_of
 from pdp_fx.tracing.steps import Expr, Recording, Scope, Step, Value
 from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors, is_record
@@ -98,6 +98,15 @@ def batch_sizes(value: Value, example: Any, size: int | None) -> Facts:
         parts = [(Expr(operator.getitem, (value, key)), part) for _, key, part in children(example)]
         return [fact for inner, part in parts for fact in batch_sizes(inner, part, size)]
     return [(Expr("size", (value, 0)), size)] if is_batch(example, size) else []
+
+
+def sizes_held(value: Value, example: Any, call: ExampleCall, held: frozenset[int]) -> Facts:
+    """How long the axes are, besides the batch, that have one of these sizes."""
+    if isinstance(example, list | tuple | Mapping):
+        parts = [(Expr(operator.getitem, (value, key)), part) for _, key, part in children(example)]
+        return [fact for inner, part in parts for fact in sizes_held(inner, part, call, held)]
+    axes = [(axis, size) for axis, size in call.other_axes(example) if size in held]
+    return [(Expr("size", (value, axis)), size) for axis, size in axes]
 
 
 def _said(value: Value, fact: Any) -> str:

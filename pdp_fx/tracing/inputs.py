@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from pdp_fx.tracing.examples import ExampleCall, Inputs
-from pdp_fx.tracing.given import Uses, batch_sizes, check_inputs, plain_parts, tensors_given
+from pdp_fx.tracing.given import Uses, batch_sizes, check_inputs, plain_parts, sizes_held, tensors_given
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, check_step
 from pdp_fx.tracing.steps import Recording
@@ -64,6 +64,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     kwargs: dict[str, Any] = {}
     fixed: Facts = []
     batches: Facts = []
+    sizes: Facts = []
     optional = False
     for argument in _arguments(model, call):
         example = as_base(argument.value)
@@ -78,6 +79,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         else:
             fixed += [] if optional and has_tensors(value) else plain_parts(step, value)
             batches += batch_sizes(step, value, recorder.findings.sizes.batch)
+            sizes += sizes_held(step, value, call, recorder.findings.sizes.held)
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
@@ -90,6 +92,14 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             "else; trace with example_inputs of the size you need"
         )
         recorder.steps.append(check_step(batches, message, recorder.scope, ""))
+    if sizes:
+        found = " and ".join(str(size) for size in sorted({size for _, size in sizes}))
+        message = (
+            f"this graph holds for inputs of size {found} only: at others the model computes something else, "
+            "by a number that it makes of the size, as by 0.5 * size (size * 0.5 can be followed); else trace "
+            "with example_inputs of the size you need"
+        )
+        recorder.steps.append(check_step(sizes, message, recorder.scope, ""))
     return ExampleCall(tuple(args), kwargs)
 
 

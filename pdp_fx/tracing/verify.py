@@ -28,6 +28,15 @@ def run(
     return forgetting(lambda: _run(model, example.fresh(), training, runner or _call), model, *others)
 
 
+def tried(model: nn.Module, example: ExampleCall, *others: nn.Module) -> Outcome | Exception:
+    """What a model gives in eval mode on an example that it may not take, or why it does not take it."""
+    try:
+        work = lambda: _run(model, example.fresh(), False, _call)  # noqa: E731
+        return forgetting(work, model, *others, expected=(Exception,))
+    except Exception as err:  # noqa: BLE001 the example is ours, not the user's
+        return err
+
+
 def twice(first: ExampleCall) -> Runner:
     """Call a model on ``first``, and then on what it is given: what it keeps for its next call shows then."""
 

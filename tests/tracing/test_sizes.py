@@ -402,6 +402,42 @@ def test_a_part_that_is_counted_from_the_first_is_there_at_all_sizes() -> None:
     exact(Deciding(lambda x: x.unbind(2)[1]), rows(1, 4, 2), rows(3, 4, 5))
 
 
+def by_a_number_on_the_left(x: Tensor) -> Tensor:
+    return x * (0.5 * x.shape[2])
+
+
+def by_a_comparison_with_a_float(x: Tensor) -> Tensor:
+    return x * 2 if 5.5 < x.shape[2] else x  # noqa: SIM300 Python asks the float
+
+
+def by_a_list_of_them(x: Tensor) -> Tensor:
+    return x * [1.0, 2.0, 3.0, 5.0, 7.0, 8.0, 9.0, 11.0, 12.0][x.shape[2]]
+
+
+@pytest.mark.parametrize("act", [by_a_number_on_the_left, by_a_comparison_with_a_float, by_a_list_of_them])
+def test_a_number_made_of_a_size_unseen_holds_the_graph_to_the_size(act: Any) -> None:
+    gm = exact(Deciding(act), rows(1, 4, 8), rows(3, 4, 8))
+    with pytest.raises(AssertionError, match="this graph holds for inputs of size 8 only"):
+        gm(rows(1, 4, 5))
+
+
+class OfTwo(nn.Module):
+    """Takes a pair of images in a dict, and a number for each of their columns."""
+
+    def forward(self, images: dict[str, Tensor], weights: Tensor) -> Tensor:
+        return (images["left"] * images["right"] * weights).sum(-1) / (2.0 * weights.shape[0])
+
+
+def test_sizes_are_tried_in_all_inputs_at_once() -> None:
+    images = {"left": torch.randn(2, 3, 6), "right": torch.randn(2, 3, 6)}
+    gm = exact(OfTwo(), (images, torch.randn(6)))
+    shorter = {name: image[..., :4] for name, image in images.items()}
+    with pytest.raises(AssertionError, match="this graph holds for inputs of size 6 only"):
+        gm(shorter, torch.randn(4))
+    more = {name: torch.cat([image, image]) for name, image in images.items()}
+    torch.testing.assert_close(gm(more, torch.ones(6)), OfTwo()(more, torch.ones(6)))
+
+
 def as_square(x: Tensor) -> Tensor:
     side = int(math.sqrt(x.shape[2]))
     return x.unflatten(2, (side, side)).mT.flatten(2)

@@ -1,0 +1,38 @@
+"""Graphs at other sizes than those of the example."""
+
+import logging
+
+from torch import fx, nn
+
+from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.verify import tried
+
+_log = logging.getLogger(__name__)
+
+
+def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> frozenset[int]:
+    """The sizes of the example in the place of which others make the graph give something else.
+
+    A size may have gone through code that makes a plain number of it unseen, as ``0.5 * x.shape[1]`` does:
+    Python asks the number on the left first. Each size is tried at the first other that the model takes; a
+    graph that fails there says so itself. Indices beyond the end of what was cut are an error on the CPU, but
+    on a GPU the end of all work there, so whole numbers that live there are not tried.
+    """
+    given = tensors((example.args, example.kwargs))
+    if any(tensor.device.type != "cpu" and not tensor.is_floating_point() for tensor in given):
+        return frozenset()
+    return frozenset(size for size in sorted(example.sizes()) if _is_wrong_beside(gm, model, example, size))
+
+
+def _is_wrong_beside(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, size: int) -> bool:
+    for other in example.resized(size):
+        wanted = tried(model, other)
+        if isinstance(wanted, Exception):
+            continue
+        got = tried(gm, other, model)
+        if isinstance(got, Exception) or wanted.is_near(got):
+            return False
+        _log.warning("the graph is held to the size %d; at another it %s", size, wanted.difference(got))
+        return True
+    return False
