@@ -95,9 +95,9 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     if sizes:
         found = " and ".join(str(size) for size in sorted({size for _, size in sizes}))
         message = (
-            f"this graph holds for inputs of size {found} only: at others the model computes something else, "
-            "by a number that it makes of the size, as by 0.5 * size (size * 0.5 can be followed); else trace "
-            "with example_inputs of the size you need"
+            f"this graph holds for inputs of size {found} only: at others the model computes another thing "
+            "by a number that it makes of the size, as by 0.5 * size (but not size * 0.5); else trace with "
+            "example_inputs of the size you need"
         )
         recorder.steps.append(check_step(sizes, message, recorder.scope, ""))
     return ExampleCall(tuple(args), kwargs)
