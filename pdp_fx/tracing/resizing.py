@@ -4,7 +4,9 @@ import logging
 
 from torch import fx, nn
 
+from pdp_fx.tracing.exact import MODES
 from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.verify import tried
 
@@ -27,12 +29,18 @@ def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
 def _is_wrong_beside(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, size: int) -> bool:
     for other in example.resized(size):
-        wanted = tried(model, other)
-        if isinstance(wanted, Exception):
+        wanted = {training: tried(model, other, training) for training in MODES}
+        if any(isinstance(outcome, Exception) for outcome in wanted.values()):
             continue
-        got = tried(gm, other, model)
-        if isinstance(got, Exception) or wanted.is_near(got):
-            return False
-        _log.warning("the graph is held to the size %d; at another it %s", size, wanted.difference(got))
-        return True
+        return any(_is_wrong(gm, model, other, training, outcome) for training, outcome in wanted.items())
     return False
+
+
+def _is_wrong(
+    gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool, wanted: Outcome | Exception
+) -> bool:
+    got = tried(gm, other, training, model)
+    if isinstance(got, Exception) or isinstance(wanted, Exception) or wanted.is_near(got):
+        return False
+    _log.warning("the graph is held to its sizes; at another it %s", wanted.difference(got))
+    return True

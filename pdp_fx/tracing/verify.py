@@ -28,10 +28,10 @@ def run(
     return forgetting(lambda: _run(model, example.fresh(), training, runner or _call), model, *others)
 
 
-def tried(model: nn.Module, example: ExampleCall, *others: nn.Module) -> Outcome | Exception:
-    """What a model gives in eval mode on an example that it may not take, or why it does not take it."""
+def tried(model: nn.Module, example: ExampleCall, training: bool, *others: nn.Module) -> Outcome | Exception:
+    """What a model gives in one mode on an example that it may not take, or why it does not take it."""
     try:
-        work = lambda: _run(model, example.fresh(), False, _call)  # noqa: E731
+        work = lambda: _run(model, example.fresh(), training, _call)  # noqa: E731
         return forgetting(work, model, *others, expected=(Exception,))
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         return err

@@ -421,6 +421,19 @@ def test_a_number_made_of_a_size_unseen_holds_the_graph_to_the_size(act: Any) ->
         gm(rows(1, 4, 5))
 
 
+class InTraining(nn.Module):
+    """Makes an unseen number of a size in training mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (0.5 * x.shape[2] if self.training else x.shape[2])
+
+
+def test_sizes_are_tried_in_training_mode_too() -> None:
+    gm = exact(InTraining(), rows(2, 4, 8), rows(3, 4, 8))
+    with pytest.raises(AssertionError, match="this graph holds for inputs of size 8 only"):
+        gm.train()(rows(2, 4, 5))
+
+
 class OfTwo(nn.Module):
     """Takes a pair of images in a dict, and a number for each of their columns."""
 
