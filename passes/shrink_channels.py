@@ -19,7 +19,7 @@ from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.channels.record import Labelled
-from pdp_fx.channels.resizing import Job
+from pdp_fx.channels.resizing import Job, scaled
 from pdp_fx.channels.rewrites import rewrite_of
 from pdp_fx.channels.small_numbers import SmallNumbers
 from pdp_fx.compiler import Context, Pass
@@ -98,26 +98,31 @@ def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> N
     swap_tensors(gm, swaps)
 
 
-def _check_as_before(node: fx.Node, found: ChannelMap, changing: frozenset[str]) -> None:
+def _check_as_before(
+    node: fx.Node, found: ChannelMap, changing: frozenset[str], numbers: SmallNumbers
+) -> None:
     """Check other sizes as a node does that compares them with how many channels there were before."""
-    args = _with_numbers_before(node, node, found, changing)
+    args = _with_numbers_before(node, node, found, changing, numbers)
     if _has_nodes(args):
         with node.graph.inserting_before(node):
             node.graph.call_function(torch._assert, args).meta.update(node.meta)
 
 
-def _with_numbers_before(node: fx.Node, check: fx.Node, found: ChannelMap, changing: frozenset[str]) -> Any:
+def _with_numbers_before(
+    node: fx.Node, check: fx.Node, found: ChannelMap, changing: frozenset[str], numbers: SmallNumbers
+) -> Any:
     """The arguments of a node, computed with the old numbers of channels; what it takes is put before."""
 
     def before(source: fx.Node) -> Any:
         if source.name not in changing:
             return source
         if callable(source.target) and getattr(source.target, "__module__", "") in NUMBER_HOMES:
-            args = _with_numbers_before(source, check, found, changing)
+            args = _with_numbers_before(source, check, found, changing, numbers)
             if _has_nodes(args):
                 with check.graph.inserting_before(check):
                     return check.graph.call_function(source.target, args)
-        return found.numbers[source.name]
+        now = numbers.value(source) if numbers.repeats(source) else None
+        return scaled(source, found.numbers[source.name], now) if now else found.numbers[source.name]
 
     return map_arg(node.args, before)
 
@@ -132,12 +137,12 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     changing = frozenset(
         name for name, ids in found.taint.items() if any(gone[found.classes[i.numpy()]].any() for i in ids)
     )
+    numbers = SmallNumbers(found, gone, changing)
     for node in gm.graph.find_nodes(op="call_function", target=torch._assert):
         # What was checked of a size is no longer so; labels have told that nothing else depends on it.
         if any(source.name in changing for source in node.all_input_nodes):
-            _check_as_before(node, found, changing)
+            _check_as_before(node, found, changing, numbers)
             erase(node, lambda source: source.name in changing)
-    numbers = SmallNumbers(found, gone, changing)
     # Nodes that only training mode needs are gone from the graph.
     for name in [name for name in found.resized if name in nodes]:
         node = nodes[name]

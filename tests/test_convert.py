@@ -95,6 +95,37 @@ def test_a_converted_loop_over_parts_takes_as_many_steps_only(
         converted(torch.randn(2, 7, 4))
 
 
+class WindowHeads(nn.Module):
+    """Heads attend within windows of 2x2 places; batch, windows and heads share an axis, as with einops."""
+
+    heads = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Conv2d(3, 3 * 8 * self.heads, 1), nn.Conv2d(8 * self.heads, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        high, wide = x.shape[2] // 2, x.shape[3] // 2
+        parts = self.qkv(x).unflatten(3, (wide, 2)).unflatten(2, (high, 2)).permute(0, 2, 4, 1, 3, 5)
+        parts = parts.reshape(-1, *parts.shape[3:]).flatten(2).chunk(3, 1)
+        q, k, v = (part.reshape(part.shape[0] * self.heads, -1, 4).mT for part in parts)
+        attended = torch.softmax(q @ k.mT / 8**0.5, -1) @ v
+        if attended.shape[0] % (high * wide * self.heads):
+            raise ValueError("these are not all heads of all windows")
+        batch = attended.shape[0] // (high * wide * self.heads)
+        attended = attended.reshape(batch, high, wide, self.heads, 2, 2, -1).permute(0, 3, 6, 1, 4, 2, 5)
+        return self.out(attended.reshape(batch, -1, 2 * high, 2 * wide))
+
+
+def test_heads_that_share_an_axis_with_batch_and_windows_are_counted_at_all_sizes() -> None:
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    prepared = pruned(WindowHeads().double(), SPECS["channels"], x).eval()
+    converted = pdp_fx.convert(prepared)
+    assert converted.get_parameter("out.weight").shape[1] < 32
+    for shape in ((2, 3, 8, 8), (3, 3, 8, 8), (2, 3, 12, 8), (1, 3, 4, 10)):
+        assert difference(prepared, converted, torch.randn(shape, dtype=torch.float64)) <= 1e-9
+
+
 def test_a_converted_model_decides_by_sizes_and_as_many_channels_as_there_were() -> None:
     class Longer(nn.Module):
         def __init__(self) -> None:

@@ -76,7 +76,7 @@ class Job:
         if isinstance(given, fx.Node):
             if given.name in self.changing:
                 return self.mended(given, kept.size(axis))
-            return _scaled(given, kept.size(axis), kept.value.shape[axis]) if kept.changes(axis) else given
+            return scaled(given, kept.size(axis), kept.value.shape[axis]) if kept.changes(axis) else given
         return kept.size(axis) if given != -1 and kept.changes(axis) else given
 
     def mended(self, number: fx.Node, size: int) -> Any:
@@ -89,20 +89,23 @@ class Job:
             return number
         if number.target is operator.floordiv and isinstance(whole := number.args[0], fx.Node):
             # Batch and heads in one, divided by the heads that there were, may have come to nothing.
-            there = self.small(whole)
+            there, by = self.small(whole), number.args[1]
+            divisor = self.small(by) if isinstance(by, fx.Node) else None
             if there and there % size == 0:
-                return _after(number, operator.floordiv, whole, there // size)
-        return _scaled(number, size, now) if now else size
+                # What it was divided by may follow the size of an image, too.
+                fewer = scaled(by, there // size, divisor) if isinstance(by, fx.Node) and divisor else None
+                return _after(number, operator.floordiv, whole, there // size if fewer is None else fewer)
+        return scaled(number, size, now) if now else size
 
 
-def _scaled(number: fx.Node, new: int, old: int) -> fx.Node:
+def scaled(number: fx.Node, new: int, old: int) -> fx.Node:
     """The number times new / old: an axis that merges channels with the batch keeps following the batch."""
     common = math.gcd(new, old)
     times = _after(number, operator.mul, number, new // common)
     return _after(times, operator.floordiv, times, old // common)
 
 
-def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int) -> fx.Node:
+def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int | fx.Node) -> fx.Node:
     """A new node behind ``place``, unless the other number is 1."""
     if other == 1:
         return number

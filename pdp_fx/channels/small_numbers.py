@@ -38,6 +38,17 @@ class SmallNumbers:
             self._known[node] = self._sizes(node, given[0]) if given else self._computed(node)
         return self._known[node]
 
+    def repeats(self, node: fx.Node) -> bool:
+        """Whether a node reads the size of an axis along which channels repeat, as with the batch in it."""
+        source = node.args[0] if node.args else None
+        given = self._found.given(source) if isinstance(source, fx.Node) and node.target == "size" else None
+        axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        if not given or axis is None:
+            return False
+        along = frozenset({axis % len(given[0].shape)})
+        ids = [layer.ids for layer in given[0].layers if layer.support == along]
+        return any(len(labels.unique()) < labels.numel() for labels in ids)
+
     def _sizes(self, node: fx.Node, read: Labelled) -> Any:
         kept = self._found.kept(read, self._gone)
         sizes = tuple(kept.size(axis) for axis in range(len(read.shape)))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cifar_table, gpt_shakespeare, overhead, overhead_table, results, sst2
+from benchmarks import ablations, cifar_table, gpt_shakespeare, overhead, overhead_table, results, sst2
 from benchmarks.methods import FULL, SHORT
 
 ROOT = Path(__file__).parents[2] / "benchmarks"
@@ -21,8 +21,9 @@ def records(name: str) -> list[results.Record]:
         cifar_table.as_text(records("cifar"), FULL),
         gpt_shakespeare.as_text(records("gpt_shakespeare"), gpt_shakespeare.Run("", None, 0, 20)),
         sst2.as_text(records("sst2"), sst2.Run("", None, 0, 24)),
+        ablations.as_text(records("ablations"), 8),
     ],
-    ids=["cifar", "cifar, full recipe", "gpt", "sst2"],
+    ids=["cifar", "cifar, full recipe", "gpt", "sst2", "ablations"],
 )
 def test_the_tables_are_those_of_the_results(tables: str) -> None:
     assert tables

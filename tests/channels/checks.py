@@ -1,5 +1,6 @@
 """The one check that every net must pass: what is converted computes what was prepared."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from pdp_fx.ops.kinds import named_modules
 from pdp_fx.planning import parameters_of
 from pdp_fx.pruner import Pruner, find
 from pdp_fx.spec import Allocation
+from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.structure import tensors
 
 ROUNDING = 1e-14
@@ -125,6 +127,7 @@ def check_exact(
     assert_same_state(model, before, "prepare")
     for batch in (example, other):
         assert difference(model.eval(), prepared.eval(), batch) <= ROUNDING, "prepare changed the function"
+    check_elsewhere(model, prepared, example, ROUNDING)
     train(prepared, [batches(2) for _ in range(3)])
     pdp_fx.step(prepared)
     train(prepared, [batches(2)])
@@ -133,10 +136,27 @@ def check_exact(
     if not any(int(mask.count) for _, mask in pruner.mask_items()):
         return Outcome(0, reasons)
     converted = check_converted(model, prepared, [example, other])
+    check_elsewhere(prepared, converted, example, EXACT)
     check_sizes(pruner, prepared, converted)
     left = widths(converted)
     removed = sum(size - left[name] for name, size in widths(model).items() if name in left)
     return Outcome(removed, reasons)
+
+
+def check_elsewhere(
+    model: nn.Module, made_of_it: nn.Module, example: tuple[Any, ...], tolerance: float
+) -> None:
+    """At other sizes than the example's, what was made of a model fails or gives what the model gives."""
+    call = ExampleCall(example, {})
+    for elsewhere in (other for size in call.sizes() for other in call.resized(size)):
+        works = False
+        with contextlib.suppress(Exception), torch.no_grad():
+            outputs(model, elsewhere.args)
+            outputs(made_of_it, elsewhere.args)
+            works = True
+        if works:
+            found = difference(model, made_of_it, elsewhere.args)
+            assert found <= tolerance, f"differs by {found:.1e} at other sizes"
 
 
 def check_converted(
