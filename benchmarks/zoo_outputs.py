@@ -34,7 +34,7 @@ def difference(model: nn.Module, other: nn.Module, batches: tuple[Arguments, ...
     worst = 0.0
     with torch.no_grad():
         for batch in batches:
-            mine, theirs = call(model, batch), call(other, batch)
+            mine, theirs = _drawn_alike(model, batch), _drawn_alike(other, batch)
             if [out.shape for out in mine] != [out.shape for out in theirs]:
                 return float("inf")
             for a, b in zip(mine, theirs, strict=True):
@@ -42,6 +42,13 @@ def difference(model: nn.Module, other: nn.Module, batches: tuple[Arguments, ...
                     found = float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
                     worst = max(worst, found) if found == found else float("inf")
     return worst
+
+
+def _drawn_alike(model: nn.Module, batch: Arguments) -> list[Tensor]:
+    """The outputs of a model that may draw random numbers in eval mode, too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return call(model, batch)
 
 
 def verdict(found: float, model: nn.Module) -> str:
