@@ -77,9 +77,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--zoo", nargs="+", choices=zoo_models.ZOOS, default=list(zoo_models.ZOOS))
     parser.add_argument("--models", nargs="+", help="only these models")
-    kinds = ("channels", "streams", "unstructured", "nm")
     told = "streams: channels that norms run over, too"
-    parser.add_argument("--granularity", choices=kinds, default="channels", help=told)
+    parser.add_argument("--granularity", choices=zoo_models.GRANULARITIES, default="channels", help=told)
     parser.add_argument("--double", action="store_true", help="in float64, where 1e-9 is a proof")
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave Torch-Pruning out")
     parser.add_argument("--out", type=Path, default=Path("out/zoo"))

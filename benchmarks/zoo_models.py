@@ -21,6 +21,7 @@ from benchmarks import zoo_chains, zoo_language, zoo_perception
 from benchmarks.zoo_outputs import Arguments
 
 ZOOS = ("torchvision", "timm", "transformers", "synthetic")
+GRANULARITIES = ("channels", "streams", "unstructured", "nm")
 TRANSFORMERS = zoo_language.MODELS | zoo_perception.MODELS
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.zoo_models import GRANULARITIES, ZOOS
+
 Result = dict[str, Any]
 COLUMNS: tuple[str, ...] = (
     "zoo", "name", "granularity", "double", "status", "difference", "difference_double",
@@ -41,7 +43,7 @@ def summary(rows: list[Result]) -> str:
     """Two tables in Markdown: ours by zoo and granularity, then Torch-Pruning on the same models."""
     rows = [row for row in rows if not row["status"].startswith("skipped")]
     kinds: dict[tuple[str, str], list[Result]] = {}
-    for row in rows:
+    for row in sorted(rows, key=_place):
         kinds.setdefault((row["zoo"], _granularity(row)), []).append(row)
     ours = [_ours(kind, found) for kind, found in kinds.items()]
     beside = {kind: [row for row in found if "peer_status" in row] for kind, found in kinds.items()}
@@ -51,6 +53,10 @@ def summary(rows: list[Result]) -> str:
 
 def _table(rows: list[Result]) -> str:
     return tabulate(rows, headers="keys", tablefmt="github", floatfmt=".2f")
+
+
+def _place(row: Result) -> tuple[int, int, bool]:
+    return ZOOS.index(row["zoo"]), GRANULARITIES.index(row["granularity"]), row["double"]
 
 
 def _granularity(row: Result) -> str:
