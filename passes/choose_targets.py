@@ -148,7 +148,7 @@ def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:
         return ""
     if site.unfit_for_groups:
         return site.unfit_for_groups
-    inputs = weight.shape[1]
+    inputs = weight.shape[site.axis]
     if inputs % rule.of:
         return f"{inputs} input channels do not divide into groups of {rule.of}"
     return ""
@@ -183,8 +183,8 @@ def _read_by_nm(found: ChannelMap, weights: list[tuple[Site, Unstructured | NM]]
     return {
         root: site.parameter
         for site, rule in weights
-        if isinstance(rule, NM) and Slot(site.parameter, 1) in found.slots
-        for root in found.slots[Slot(site.parameter, 1)].tolist()
+        if isinstance(rule, NM) and Slot(site.parameter, site.axis) in found.slots
+        for root in found.slots[Slot(site.parameter, site.axis)].tolist()
     }
 
 

@@ -31,7 +31,8 @@ class Site:
         owner: the name of the module that owns it.
         nodes: the graph nodes that use it as their weight.
         unfit: why its weights cannot be pruned one by one, or the empty string.
-        unfit_for_groups: why they cannot be pruned N:M along axis 1, or the empty string.
+        unfit_for_groups: why they cannot be pruned N:M, or the empty string.
+        axis: the axis of the parameter along its input channels, where that is known.
     """
 
     parameter: str
@@ -39,6 +40,7 @@ class Site:
     nodes: tuple[str, ...]
     unfit: str = ""
     unfit_for_groups: str = ""
+    axis: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     whole = {name: by for by in stand_ins if by.needed for name in by.sources}
     standing = {by.parameter for by in whole.values()}
     barred = _barred(gm, names, inputs) | dict.fromkeys(outdated - standing, OUTDATED)
-    weights = tuple(_site(name, found, whole.get(name), barred.get(name)) for name, found in uses.items())
+    weights = tuple(
+        _site(name, gm.get_parameter(name).ndim, found, whole.get(name), barred.get(name))
+        for name, found in uses.items()
+    )
     trained = frozenset(name for node, found in written.items() if node in trains for name in found)
     always = {
         name: f"which %{node.name} writes to"
@@ -109,18 +114,20 @@ class _Use:
     """One use of a parameter as a weight, or in one; with the reasons of `Site`.
 
     Attributes:
+        axis: the axis of the parameter along the input channels, or None.
         inner: whether it is multiplied with other parameters, and not with data.
-        standing: why the weight that is computed from it cannot be pruned N:M either, or the empty string.
+        standing: that axis of the weight that is computed from it, or None.
     """
 
     node: str
     unfit: str = ""
     unfit_for_groups: str = ""
+    axis: int | None = 1
     inner: bool = False
-    standing: str = ""
+    standing: int | None = None
 
 
-def _site(parameter: str, uses: list[_Use], whole: StandIn | None, barred: str | None) -> Site:
+def _site(parameter: str, axes: int, uses: list[_Use], whole: StandIn | None, barred: str | None) -> Site:
     """What holds for one use holds for the weight; a product of parameters may be a weight itself.
 
     ``whole`` is the computed weight that is pruned in the place of the parameters behind it; ``barred`` is
@@ -132,13 +139,15 @@ def _site(parameter: str, uses: list[_Use], whole: StandIn | None, barred: str |
     uses = [use for use in uses if not use.inner] or uses
     nodes = tuple(dict.fromkeys(use.node for use in uses))
     if whole is not None and parameter == whole.parameter:
-        uses = [replace(use, unfit="", unfit_for_groups=use.standing) for use in uses]
+        uses = [replace(use, unfit="", axis=use.standing) for use in uses]
     elif whole is not None:
         why = f"the weight that %{whole.node} computes from it is pruned instead, as {whole.parameter}"
         uses = [replace(use, unfit=use.unfit and why) for use in uses]
     unfit = min((use.unfit for use in uses), key=bool)
-    unfit_for_groups = min((use.unfit or use.unfit_for_groups for use in uses), key=bool)
-    return Site(parameter, parameter.rpartition(".")[0], nodes, unfit, unfit_for_groups)
+    along = {use.axis % axes for use in uses if use.axis is not None and not use.unfit}
+    axis = 1 if 1 in along or not along else min(along)
+    unfit_for_groups = "" if along else next(use.unfit or use.unfit_for_groups for use in uses)
+    return Site(parameter, parameter.rpartition(".")[0], nodes, unfit, unfit_for_groups, axis)
 
 
 def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> list[tuple[str, _Use]]:
@@ -153,8 +162,9 @@ def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> li
             # The weight of a module under torch.nn.utils.weight_norm is computed, and no parameter.
             known = names.get(id(getattr(layer, name)))
             if known is not None:
-                use = _Use(node.name, "", "" if input_axis(layer) == 1 else _turned(layer))
-                found.append((known, use))
+                axis = input_axis(layer)
+                mixed = axis == 0 and getattr(layer, "groups", 1) != 1
+                found.append((known, _Use(node.name, "", _MIXED, None if mixed else axis)))
     return found
 
 
@@ -188,8 +198,7 @@ def _barred(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) ->
     return found
 
 
-def _turned(layer: nn.Module) -> str:
-    return f"N:M runs along the input channels, which are not axis 1 of the weight of {type(layer).__name__}"
+_MIXED = "it is a transposed convolution in groups, whose weight has the input channels of all on one axis"
 
 
 @dataclass
@@ -204,7 +213,7 @@ class _Computed:
     gm: fx.GraphModule
     names: dict[int, str]
     outdated: set[str]
-    known: dict[tuple[fx.Node, int], dict[str, Effect]] = field(default_factory=dict)
+    known: dict[tuple[fx.Node, int | None], dict[str, Effect]] = field(default_factory=dict)
     used: set[fx.Node] = field(default_factory=set[fx.Node])
     stored: set[fx.Node] | None = None
 
@@ -242,11 +251,11 @@ class _Computed:
             self.stored = stored_nodes(self.gm)
         return node in self.stored
 
-    def _effects(self, weight: fx.Node, axis: int) -> dict[str, Effect]:
+    def _effects(self, weight: fx.Node, axis: int | None) -> dict[str, Effect]:
         if weight.op == "get_attr":
             stored = attribute(self.gm, weight.target)
             own = isinstance(stored, nn.Parameter)
-            return {str(weight.target): Effect(True, axis % stored.ndim == 1)} if own else {}
+            return {str(weight.target): Effect(True, axis)} if own else {}
         key = (weight, axis)
         if key not in self.known:
             reads = dict.fromkeys(str(n.target) for n in sources_of(weight) if n.op == "get_attr")
@@ -255,16 +264,12 @@ class _Computed:
         return self.known[key]
 
 
-def _use(node: fx.Node, weight: fx.Node, axis: int, effect: Effect, inner: bool) -> _Use:
+def _use(node: fx.Node, weight: fx.Node, axis: int | None, effect: Effect, inner: bool) -> _Use:
     where = f"%{weight.name} ({weight.meta.get('source', '')})".replace(" ()", "")
     unfit = f"a zero in it is no zero of the weight that {where} computes for %{node.name}"
-    unfit_for_groups = f"its axis 1 does not run along the input channels of %{node.name}"
+    unfit_for_groups = f"no axis of it runs along the input channels of %{node.name}"
     return _Use(
-        node.name,
-        "" if effect.keeps_zeros else unfit,
-        "" if effect.keeps_columns else unfit_for_groups,
-        inner,
-        "" if axis == 1 else unfit_for_groups,
+        node.name, "" if effect.keeps_zeros else unfit, unfit_for_groups, effect.input_axis, inner, axis
     )
 
 

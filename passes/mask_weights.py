@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx, nn
@@ -17,7 +17,7 @@ from pdp_fx.ops.together import Together
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, swap_modules
 from pdp_fx.passes.find_sites import layers_in
-from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, made
+from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, made, to_inputs
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_modules
 
@@ -38,6 +38,7 @@ class MaskWeights(Pass):
                 (site.parameter,), rule, ctx.spec.softness, (weight,), pruned_decay=ctx.spec.pruned_decay
             )
             if isinstance(rule, NM):
+                where = replace(where, weights=(to_inputs(weight, site.axis),), axis=site.axis)
                 mask = made(where, NMMask, NMPolicy)
             else:
                 mask = made(where, WeightMask, WeightPolicy)

@@ -14,7 +14,7 @@ from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.granularity import rule_text
 from pdp_fx.ops.finite import all_finite
-from pdp_fx.policy import MaskPolicy, NMPolicy
+from pdp_fx.policy import MaskPolicy, NMPolicy, to_inputs
 from pdp_fx.sharding import whole
 from pdp_fx.spec import Channels, PruneSpec, Rule, Unstructured
 from pdp_fx.weights.sources import computed
@@ -148,8 +148,9 @@ def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
 
 
 def parameters_of(gm: nn.Module, mask: MaskPolicy) -> list[Tensor]:
-    """The weights that ``mask`` is computed from, gathered from all ranks where they are sharded."""
-    return [weight_of(gm, name) for name in mask.parameters_read]
+    """The weights that ``mask`` is computed from, as it sees them, gathered where they are sharded."""
+    weights = [weight_of(gm, name) for name in mask.parameters_read]
+    return [to_inputs(weight, mask.axis) for weight in weights] if isinstance(mask, NMPolicy) else weights
 
 
 def weight_of(gm: nn.Module, name: str) -> Tensor:

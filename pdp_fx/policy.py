@@ -59,6 +59,7 @@ class MaskSite:
         width: of a channel group, its number of channels.
         parts: of a channel group, channels that are cut apart from the others, of which one must stay.
         pruned_decay: of single weights, the decay of pruned ones that the spec asks for.
+        axis: of an N:M mask, the axis of the parameter along the input channels; of ``weights`` it is axis 1.
     """
 
     names: tuple[str, ...]
@@ -69,6 +70,7 @@ class MaskSite:
     width: int = 0
     parts: tuple[tuple[int, ...], ...] = ()
     pruned_decay: float = 0.0
+    axis: int = 1
 
     @property
     def weight(self) -> Tensor:
@@ -255,7 +257,11 @@ class NMPolicy(WeightPolicy):
     """N:M: of every ``of`` consecutive weights along the input channels, ``keep`` stay.
 
     ``count`` and ``target`` are millionths of a weight per group, so that a ramp can interpolate
-    between whole weights.
+    between whole weights. All methods get the weight with its input channels on axis 1, as conv and linear
+    layers have it, whatever axis of the parameter that is.
+
+    Attributes:
+        axis: the axis of the parameter that runs along the input channels.
     """
 
     def __init__(self, site: MaskSite) -> None:
@@ -264,7 +270,11 @@ class NMPolicy(WeightPolicy):
             raise SpecError(f"{type(self).__name__} is a policy for NM rules, not for {site.rule}")
         self.keep = site.rule.keep
         self.of = site.rule.of
+        self.axis = site.axis
         self.target.fill_((self.of - self.keep) * MILLION)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return from_inputs(super().forward(to_inputs(weight, self.axis)), self.axis)
 
     @property
     def pruned_now(self) -> int:
@@ -276,4 +286,15 @@ class NMPolicy(WeightPolicy):
         return nm_pruned(weights[0].detach(), self.keep, self.of, whole)
 
     def extra_repr(self) -> str:
-        return ", ".join(filter(None, (f"keep={self.keep}, of={self.of}", super().extra_repr())))
+        axis = f"axis={self.axis}" if self.axis != 1 else ""
+        return ", ".join(filter(None, (f"keep={self.keep}, of={self.of}", axis, super().extra_repr())))
+
+
+def to_inputs(weight: Tensor, axis: int) -> Tensor:
+    """A weight with the axis of its input channels as axis 1; the same tensor if it is."""
+    return weight if axis == 1 else weight.movedim(axis, 1)
+
+
+def from_inputs(weight: Tensor, axis: int) -> Tensor:
+    """The inverse of `to_inputs`."""
+    return weight if axis == 1 else weight.movedim(1, axis)

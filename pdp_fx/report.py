@@ -19,7 +19,7 @@ from pdp_fx.compiler import Context
 from pdp_fx.example_inputs import fresh, normalised, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.planning import parameters_of, weight_of
-from pdp_fx.policy import MaskPolicy, NMPolicy
+from pdp_fx.policy import MaskPolicy, NMPolicy, from_inputs
 from pdp_fx.pruner import Pruner, find_all, find_one
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import trace
@@ -180,7 +180,9 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
             left = weight
             for mask in mine:
                 if not isinstance(mask, ChannelPolicy):
-                    left = torch.where(mask.pruned(weight), torch.zeros_like(weight), left)
+                    pruned = mask.pruned(*parameters_of(gm, mask))
+                    pruned = from_inputs(pruned, mask.axis) if isinstance(mask, NMPolicy) else pruned
+                    left = torch.where(pruned, torch.zeros_like(weight), left)
             left = _without(left, name, gone, pruner.channels)
             facts = [_of_mask(gm, mask, name, weight) for mask in mine]
             rows.append(_row(name, weight, left, pruner.channels, facts))

@@ -70,7 +70,7 @@ def test_single_weights_are_pruned_in_their_parameters_or_listed(row: Construct)
 
 
 class Turned(nn.Module):
-    """One matrix is multiplied from the other side, one is joined below another, one loses columns."""
+    """One matrix has its inputs in its rows, one is joined below another, one loses columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class Turned(nn.Module):
         return functional.linear(joined, self.wide[:, 2:18])
 
 
-def test_groups_of_weights_need_the_input_channels_on_axis_1() -> None:
+def test_groups_of_weights_run_along_the_input_channels_whatever_axis_that_is() -> None:
     prepared = pdp_fx.prepare(Turned(), PruneSpec(NM(2, 4), schedule=AT_ONCE), torch.randn(3, 8))
     found = pdp_fx.explain(prepared)
-    assert [weight.name for weight in found.weights] == ["low", "top"]
-    assert [name for name, _ in found.skipped] == ["right", "wide"]
-    assert all("axis 1 does not run along the input channels" in why for _, why in found.skipped)
+    assert [weight.name for weight in found.weights] == ["right", "low", "top"]
+    assert [name for name, _ in found.skipped] == ["wide"]
+    assert all("no axis of it runs along the input channels" in why for _, why in found.skipped)
 
 
 class SharedSums(nn.Module):

@@ -9,20 +9,29 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-NO_AXIS = 0
-"""Where the axis of the input channels is not known: axis 0, along which N:M never runs."""
-
 _MATMUL = (torch.matmul, torch.mm, torch.bmm, operator.matmul, "matmul", "mm", "bmm")
 _ADDMM = (torch.addmm, torch.baddbmm, "addmm", "baddbmm")
+_GROUPED = tuple(
+    getattr(home, name)
+    for home, name in ((torch, "_grouped_mm"), (functional, "grouped_mm"))
+    if hasattr(home, name)
+)
+"""Rows of data times the matrix of their group, as in a mixture of experts; its name differs by version."""
 _CONV = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)
+GROUPS = 6
+"""The place of ``groups`` in the arguments of a transposed convolution."""
+
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
 _WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(_CONV, ((1, 1),)),
     **dict.fromkeys(_TRANSPOSED, ((1, 0),)),
     **dict.fromkeys(_MATMUL, ((0, -1), (1, -2))),
     **dict.fromkeys(_ADDMM, ((1, -1), (2, -2))),
+    **dict.fromkeys(_GROUPED, ((1, -2),)),
+    **dict.fromkeys((torch.mv, "mv"), ((0, -1),)),
     **dict.fromkeys((torch.inner, "inner"), ((0, -1), (1, -1))),
     "torchvision::deform_conv2d": ((1, 1),),
+    "transformers::grouped_mm_fallback": ((1, -2),),
 }
 """By function, method or the name of an operation: the places of what may be the weight, with that axis."""
 
@@ -34,17 +43,23 @@ def operation_name(target: object) -> str:
     return getattr(getattr(target, "overloadpacket", target), "_qualified_op_name", "")
 
 
-def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
-    """The operands of a call that weights may stand for, each with the axis of its input channels."""
+def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
+    """The operands of a call that weights may stand for, each with the axis of its input channels or None."""
     if node.target is torch.einsum:
         return _einsum_operands(node)
-    found: list[tuple[fx.Node, int]] = []
+    found: list[tuple[fx.Node, int | None]] = []
     for position, axis in _WEIGHTS.get(node.target, _WEIGHTS.get(operation_name(node.target), ())):
         named = (node.kwargs[name] for name in _NAMES[position] if name in node.kwargs)
         operand = node.args[position] if position < len(node.args) else next(named, None)
         if isinstance(operand, fx.Node):
-            found.append((_uncast(operand), axis))
+            found.append((_uncast(operand), None if _in_groups(node) else axis))
     return found
+
+
+def _in_groups(node: fx.Node) -> bool:
+    """Whether it is a transposed convolution in groups, whose weight has the channels of all on one axis."""
+    groups = node.args[GROUPS] if len(node.args) > GROUPS else node.kwargs.get("groups", 1)
+    return node.target in _TRANSPOSED and bool(groups != 1)
 
 
 def _uncast(operand: fx.Node) -> fx.Node:
@@ -58,7 +73,7 @@ def _uncast(operand: fx.Node) -> fx.Node:
     return operand
 
 
-def _einsum_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
+def _einsum_operands(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
     """The operands that are summed over; their input channels are the first index that goes.
 
     An operand all of whose indices stay is a scale, and no weight.
@@ -70,9 +85,9 @@ def _einsum_operands(node: fx.Node) -> list[tuple[fx.Node, int]]:
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     if not arrow:
         output = "".join(index for index in inputs if inputs.count(index) == 1)
-    found: list[tuple[fx.Node, int]] = []
+    found: list[tuple[fx.Node, int | None]] = []
     for operand, indices in zip(operands, inputs.split(","), strict=False):
         summed = [axis for axis, index in enumerate(indices) if index.isalpha() and index not in output]
         if summed and isinstance(operand, fx.Node):
-            found.append((operand, summed[0] if arrow and "." not in indices else NO_AXIS))
+            found.append((operand, summed[0] if arrow and "." not in indices else None))
     return found

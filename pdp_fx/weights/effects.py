@@ -29,23 +29,23 @@ class Effect:
 
     Attributes:
         keeps_zeros: whether every place of the weight that follows the parameter is 0 with a part of it.
-        keeps_columns: whether index j of axis 1 is index j of the weight's input channels.
+        input_axis: the axis of the parameter whose index j is that of the weight's input channels, or None.
     """
 
     keeps_zeros: bool
-    keeps_columns: bool
+    input_axis: int | None
 
 
-def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int) -> dict[str, Effect]:
+def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int | None) -> dict[str, Effect]:
     """What each of the parameters ``names`` does to the value of ``weight``.
 
     Args:
         gm: the graph module, inside a `trial` of it.
         weight: a node that depends on parameters, buffers and constants only.
         names: parameters of at least two axes that it depends on.
-        axis: the axis of the weight's input channels.
+        axis: the axis of the weight's input channels, or None.
     """
-    found = dict.fromkeys(names, Effect(False, False))
+    found = dict.fromkeys(names, Effect(False, None))
     with contextlib.suppress(RuntimeError):  # an inverse, for one, may not exist with zeros
         run = _Run(gm, weight)
         for name in found:
@@ -53,7 +53,7 @@ def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int
     return found
 
 
-def _effect(run: _Run, name: str, axis: int) -> Effect:
+def _effect(run: _Run, name: str, axis: int | None) -> Effect:
     """Every place that follows the parameter must be 0 with one half of it or with the other."""
     dense = run.values[name]
     holes = run.random(dense.shape).to(dense.device) < 0.5
@@ -61,10 +61,18 @@ def _effect(run: _Run, name: str, axis: int) -> Effect:
     changed = torch.stack([half != run.dense for half in halves]).any(dim=0)
     zero = torch.stack([run.zeros(half) for half in halves]).any(dim=0)
     if not changed.any() or not torch.equal(changed, zero) or _misses_single_zeros(run, name):
-        return Effect(False, False)
-    size = dense.shape[1]
-    return Effect(
-        True, all(_is_column(run, name, place, axis) for place in {0, min(1, size - 1), size // 2, size - 1})
+        return Effect(False, None)
+    if axis is None:
+        return Effect(True, None)
+    axes = sorted(range(dense.ndim), key=lambda own: own != 1)
+    return Effect(True, next((own for own in axes if _runs_along(run, name, own, axis)), None))
+
+
+def _runs_along(run: _Run, name: str, own: int, axis: int) -> bool:
+    """Whether places of an axis of the parameter are those of an axis of the weight."""
+    size = run.values[name].shape[own]
+    return all(
+        _is_column(run, name, own, place, axis) for place in {0, min(1, size - 1), size // 2, size - 1}
     )
 
 
@@ -79,10 +87,10 @@ def _misses_single_zeros(run: _Run, name: str) -> bool:
     return False
 
 
-def _is_column(run: _Run, name: str, place: int, axis: int) -> bool:
-    """Whether nothing but column ``place`` of the weight vanishes with that of the parameter."""
+def _is_column(run: _Run, name: str, own: int, place: int, axis: int) -> bool:
+    """Whether nothing but index ``place`` of the weight's axis vanishes with that of the parameter's."""
     values = run.values[name].clone()
-    values[:, place] = 0
+    values.select(own, place).zero_()
     zeros = run.zeros(run.result(name, values))
     others = [other for other in range(zeros.ndim) if other != axis % zeros.ndim]
     return torch.nonzero(zeros.any(dim=others)).reshape(-1).tolist() in ([], [place])

@@ -93,13 +93,15 @@ class Products(nn.Module):
         super().__init__()
         self.left, self.right = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(8, 5))
         self.experts = nn.Parameter(torch.randn(3, 5, 4))
+        self.last = nn.Parameter(torch.randn(3, 4, 4))
         self.rows, self.columns = nn.Parameter(torch.randn(7, 4)), nn.Parameter(torch.randn(7, 2))
         self.unsaid = nn.Parameter(torch.randn(2, 2))
         self.scales, self.scale = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(()))
 
     def forward(self, x: Tensor) -> Tensor:
         x = (self.left @ x.mT).mT @ self.right
-        x = torch.bmm(x.expand(3, -1, -1), self.experts).mean(0)
+        x = torch.bmm(x.expand(3, -1, -1), self.experts)
+        x = torch.bmm(x, self.last.mT).mean(0)
         x = torch.einsum("bi, oi -> bo", x, self.rows)
         x = torch.einsum("bi,io->bo", [x, self.columns])
         x = torch.einsum("...i,oi", x, self.unsaid)
@@ -108,13 +110,15 @@ class Products(nn.Module):
 
 def test_weights_of_products_know_where_their_input_channels_lie() -> None:
     found = sites(Products(), torch.randn(4, 6)).weights
-    assert [(site.parameter, not site.unfit, not site.unfit_for_groups) for site in found] == [
-        ("left", True, True),
-        ("right", True, False),
-        ("experts", True, True),
-        ("rows", True, True),
-        ("columns", True, False),
-        ("unsaid", True, False),
+    assert not any(site.unfit for site in found)
+    assert [(site.parameter, None if site.unfit_for_groups else site.axis) for site in found] == [
+        ("left", 1),
+        ("right", 0),
+        ("experts", 1),
+        ("last", 2),
+        ("rows", 1),
+        ("columns", 0),
+        ("unsaid", None),
     ]
 
 

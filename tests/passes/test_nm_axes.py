@@ -1,0 +1,83 @@
+"""N:M along the input channels, whichever axis of the parameter that is."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pdp_fx
+from pdp_fx import NM, PruneSpec, Schedule
+from tests.channels.checks import check_converted, train
+
+
+class Turned(nn.Module):
+    """Weights whose input channels lie along axes 0, 1 and 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 8, 2, stride=2)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.deconv = nn.Parameter(torch.randn(8, 4, 2, 2))
+        self.rows = nn.Parameter(torch.randn(4, 12))
+        self.query = nn.Parameter(torch.randn(12, 2, 6))
+        self.stack = nn.Parameter(torch.randn(2, 5, 12))
+        self.mixed = nn.ConvTranspose1d(8, 8, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, 4, h, w) to (2, n, 5)."""
+        x = functional.conv_transpose2d(self.conv(self.up(x)).relu(), self.deconv).relu()
+        x = torch.addmm(torch.ones(12, dtype=x.dtype), x.mean((2, 3)), self.rows)
+        x = torch.einsum("bi,inh->bnh", x, self.query).flatten(1).relu()
+        x = self.mixed(x[:, :8, None]).repeat(1, 2, 1)[:, :12, 0]
+        return torch.bmm(x.expand(2, -1, -1), self.stack.mT)
+
+
+AXES = {"up.weight": 0, "conv.weight": 1, "deconv": 0, "rows": 0, "query": 0, "stack": 2}
+
+
+@pytest.mark.parametrize("forward", ["soft", "hard"])
+def test_groups_lie_along_the_input_channels_of_any_axis(forward: Literal["soft", "hard"]) -> None:
+    torch.manual_seed(0)
+    model, x = Turned().double(), torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    spec = PruneSpec(NM(2, 4), schedule=Schedule(0, 1.0), forward=forward, pruned_decay=1e-3)
+    prepared = pdp_fx.prepare(model, spec, (x,))
+    found = pdp_fx.explain(prepared)
+    assert {weight.name for weight in found.weights} == set(AXES)
+    ((left_out, why),) = found.skipped
+    assert left_out == "mixed"
+    assert why.startswith("it is a transposed convolution in groups")
+    train(prepared, [(x,)])
+    pdp_fx.step(prepared)
+    rows = {row.layer: row for row in pdp_fx.report(prepared, x).rows}
+    assert all(rows[name.removesuffix(".weight")].sparsity == 0.5 for name in AXES)
+    left = dict(check_converted(model, prepared.eval(), [(x,)]).named_parameters())
+    for name, axis in AXES.items():
+        groups = left[name].movedim(axis, -1).unflatten(-1, (-1, 4))
+        assert torch.equal((groups == 0).sum(-1), torch.full(groups.shape[:-1], 2)), name
+
+
+class Experts(nn.Module):
+    """Tokens in the order of their experts, each multiplied with the matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 16))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Map (n, 16) to (n, 4)."""
+        product: Any = getattr(torch, "_grouped_mm")  # noqa: B009
+        return self.head(product(x, self.weight.mT, offs=offsets))
+
+
+def test_the_matrices_of_grouped_products_are_weights() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(6, 16), torch.tensor([1, 4, 6], dtype=torch.int32)
+    spec = PruneSpec(NM(2, 4), schedule=Schedule(0, 1.0))
+    prepared = pdp_fx.prepare(Experts(), spec, inputs)
+    assert {weight.name for weight in pdp_fx.explain(prepared).weights} == {"weight", "head.weight"}
+    pdp_fx.step(prepared)
+    left = pdp_fx.convert(prepared).get_parameter("weight")
+    assert bool((left.unflatten(-1, (-1, 4)) == 0).sum(-1).eq(2).all())
