@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 from torch import fx, nn
 
@@ -12,12 +13,12 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
-from pdp_fx.ops.products import weight_operands
+from pdp_fx.ops.products import has_weight, weight_operands
 from pdp_fx.raw_reads import RawReads
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.modes import called_module, called_modules
 from pdp_fx.weights.effects import Effect, effects
-from pdp_fx.weights.sources import sources_of, stored_nodes
+from pdp_fx.weights.sources import asks_size, sizes_read, sources_of, stored_nodes
 from pdp_fx.weights.stand_in import Standing
 from pdp_fx.weights.writes import idle_in_eval, read_before_written, writes
 
@@ -86,7 +87,7 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     uses: dict[str, list[_Use]] = {}
     written, trains = writes(gm, names), idle_in_eval(gm.graph)
     outdated = read_before_written(gm, names, written, trains)
-    computed = _Computed(gm, names, outdated)
+    computed = _Computed(gm, names, outdated, inputs)
     for node in gm.graph.nodes:
         for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
             uses.setdefault(parameter, []).append(use)
@@ -207,15 +208,16 @@ class _Computed:
 
     Attributes:
         outdated: parameters whose masked values would not be up to date.
+        inputs: example inputs, where there are some.
         used: the weights that meet data.
     """
 
     gm: fx.GraphModule
     names: dict[int, str]
     outdated: set[str]
+    inputs: Inputs | None
     known: dict[tuple[fx.Node, int | None], dict[str, Effect]] = field(default_factory=dict)
     used: set[fx.Node] = field(default_factory=set[fx.Node])
-    stored: set[fx.Node] | None = None
 
     def weights_of(self, node: fx.Node) -> list[tuple[str, _Use]]:
         """The parameters that ``node`` uses as its weight, or in its weight."""
@@ -227,7 +229,7 @@ class _Computed:
         return [
             (self.names[id(attribute(self.gm, target))], _use(node, weight, axis, effect, inner))
             for weight, axis in operands
-            if self._is_stored(weight)
+            if self._is_stored(weight) or (has_weight(node) and weight in self._cut)
             for target, effect in self._effects(weight, axis).items()
         ]
 
@@ -235,7 +237,7 @@ class _Computed:
         """The computed weights that have been met and can stand for a parameter."""
         met: dict[fx.Node, bool] = {}
         for (weight, _), found in self.known.items():
-            if weight in self.used:
+            if weight in self.used and self._is_stored(weight):
                 met[weight] = met.get(weight, False) or any(
                     effect.keeps_zeros and self.names[id(attribute(self.gm, target))] not in self.outdated
                     for target, effect in found.items()
@@ -247,9 +249,23 @@ class _Computed:
         return tuple(by for by in possible if by is not None)
 
     def _is_stored(self, node: fx.Node) -> bool:
-        if self.stored is None:
-            self.stored = stored_nodes(self.gm)
-        return node in self.stored
+        return node in self._stored
+
+    @cached_property
+    def _stored(self) -> set[fx.Node]:
+        return stored_nodes(self.gm)
+
+    @cached_property
+    def _cut(self) -> set[fx.Node]:
+        """What depends on sizes of data besides, as the parts of a weight that they divide."""
+        if self.inputs is None:
+            return set()
+        asking = [n for n in self.gm.graph.nodes if asks_size(n) and n not in self._stored]
+        return stored_nodes(self.gm, asking) - self._stored
+
+    @cached_property
+    def _sizes(self) -> dict[fx.Node, Any]:
+        return {} if self.inputs is None else sizes_read(self.gm, self.inputs)
 
     def _effects(self, weight: fx.Node, axis: int | None) -> dict[str, Effect]:
         if weight.op == "get_attr":
@@ -258,9 +274,10 @@ class _Computed:
             return {str(weight.target): Effect(True, axis)} if own else {}
         key = (weight, axis)
         if key not in self.known:
-            reads = dict.fromkeys(str(n.target) for n in sources_of(weight) if n.op == "get_attr")
+            sizes = self._sizes if weight in self._cut else {}
+            reads = dict.fromkeys(str(n.target) for n in sources_of(weight, sizes) if n.op == "get_attr")
             matrices = [target for target in reads if _is_matrix(attribute(self.gm, target))]
-            self.known[key] = effects(self.gm, weight, matrices, axis)
+            self.known[key] = effects(self.gm, weight, matrices, axis, sizes)
         return self.known[key]
 
 

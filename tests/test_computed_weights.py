@@ -90,6 +90,34 @@ def test_groups_of_weights_run_along_the_input_channels_whatever_axis_that_is() 
     assert all("no axis of it runs along the input channels" in why for _, why in found.skipped)
 
 
+class CrossAttention(nn.Module):
+    """The rows of one matrix serve queries, keys and values, divided by the size of the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.table = nn.Parameter(torch.randn(9, 8))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        places = x @ self.table[: x.shape[1]].mT  # a table that is cut is no weight
+        return self.attention(x, memory, memory)[0] + places.mean(2, keepdim=True)
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4)])
+def test_weights_that_sizes_of_the_data_divide_are_pruned(rule: Rule) -> None:
+    torch.manual_seed(0)
+    model, inputs = CrossAttention().double(), (torch.randn(2, 5, 8), torch.randn(2, 7, 8))
+    inputs = tuple(tensor.double() for tensor in inputs)
+    prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=AT_ONCE), inputs)
+    names = {weight.name for weight in pdp_fx.explain(prepared).weights}
+    assert names == {"attention.in_proj_weight", "attention.out_proj.weight"}
+    train(prepared, [inputs])
+    pdp_fx.step(prepared)
+    left = check_converted(model, prepared.eval(), [inputs])
+    zeros = sum(int((left.get_parameter(name) == 0).sum()) for name in names)
+    assert zeros == sum(left.get_parameter(name).numel() for name in names) / 2
+
+
 class SharedSums(nn.Module):
     """Two weights are computed from each parameter, so that neither value can be written into one."""
 

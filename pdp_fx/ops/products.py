@@ -38,6 +38,11 @@ _WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
 _NAMES = {0: ("input",), 1: ("weight", "mat1", "batch1", "mat2", "other"), 2: ("mat2", "batch2")}
 
 
+def has_weight(node: fx.Node) -> bool:
+    """Whether a call has an operand that can be nothing else than its weight, as a convolution has."""
+    return node.target in (*_CONV, *_TRANSPOSED, *_GROUPED)
+
+
 def operation_name(target: object) -> str:
     """The name of a registered operation, such as ``torchvision::nms`` of a library that may be absent."""
     return getattr(getattr(target, "overloadpacket", target), "_qualified_op_name", "")

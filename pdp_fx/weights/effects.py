@@ -8,14 +8,14 @@ parameter come out as zeros of the weight, a mask of the parameter is a mask of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from pdp_fx.weights.sources import run_through, sources_of
+from pdp_fx.weights.sources import NOTHING, run_through, sources_of
 
 Values = dict[str, Tensor]
 
@@ -36,7 +36,13 @@ class Effect:
     input_axis: int | None
 
 
-def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int | None) -> dict[str, Effect]:
+def effects(
+    gm: fx.GraphModule,
+    weight: fx.Node,
+    names: Iterable[str],
+    axis: int | None,
+    sizes: Mapping[fx.Node, Any] = NOTHING,
+) -> dict[str, Effect]:
     """What each of the parameters ``names`` does to the value of ``weight``.
 
     Args:
@@ -44,10 +50,11 @@ def effects(gm: fx.GraphModule, weight: fx.Node, names: Iterable[str], axis: int
         weight: a node that depends on parameters, buffers and constants only.
         names: parameters of at least two axes that it depends on.
         axis: the axis of the weight's input channels, or None.
+        sizes: what nodes that read sizes of data give.
     """
     found = dict.fromkeys(names, Effect(False, None))
     with contextlib.suppress(RuntimeError):  # an inverse, for one, may not exist with zeros
-        run = _Run(gm, weight)
+        run = _Run(gm, weight, sizes)
         for name in found:
             found[name] = _effect(run, name, axis)
     return found
@@ -99,11 +106,11 @@ def _is_column(run: _Run, name: str, own: int, place: int, axis: int) -> bool:
 class _Run(fx.Interpreter):
     """Computes a weight; where a parameter is 0, as adapters start, it has another value."""
 
-    def __init__(self, gm: fx.GraphModule, weight: fx.Node) -> None:
+    def __init__(self, gm: fx.GraphModule, weight: fx.Node, sizes: Mapping[fx.Node, Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self._generator = torch.Generator().manual_seed(0)
         self.values: Values = {}
-        self._weight, self._nodes = weight, sources_of(weight)
+        self._weight, self._nodes, self._sizes = weight, sources_of(weight, sizes), sizes
         self._chosen: Values = {}
         self.dense = self._computed({})
 
@@ -133,5 +140,5 @@ class _Run(fx.Interpreter):
 
     def _computed(self, chosen: Values) -> Tensor:
         self._chosen, self.env = chosen, {}
-        run_through(self, self._nodes)
+        run_through(self, self._nodes, self._sizes)
         return self.env[self._weight]

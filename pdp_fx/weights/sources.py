@@ -1,25 +1,36 @@
 """What a weight is computed from."""
 
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
 from torch import Tensor, fx
 
 from pdp_fx.channels.running import evaluating
-from pdp_fx.tracing.functions import acts_in_place
+from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.functions import SIZES, acts_in_place
+from pdp_fx.tracing.inputs import place_arguments
+
+NOTHING: Mapping[fx.Node, Any] = {}
 
 
-def stored_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose values depend on parameters, buffers and constants only."""
-    found: set[fx.Node] = set()
+def stored_nodes(gm: fx.GraphModule, known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """The nodes whose values depend on parameters, buffers and constants only, and on the nodes ``known``."""
+    found: set[fx.Node] = set(known)
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output") and all(n in found for n in _computed_from(node)):
             found.add(node)
     return found
 
 
-def sources_of(node: fx.Node) -> list[fx.Node]:
-    """``node`` and all that it is computed from, in graph order."""
+def sources_of(node: fx.Node, known: Collection[fx.Node] = ()) -> list[fx.Node]:
+    """``node`` and all that it is computed from, in graph order; nothing that the nodes ``known`` are."""
     found, todo = {node}, [node]
     while todo:
-        new = [source for source in _computed_from(todo.pop()) if source not in found]
+        last = todo.pop()
+        made_of = [] if last in known else _computed_from(last)
+        new = [source for source in made_of if source not in found]
         found.update(new)
         todo += new
     return sorted(found)
@@ -55,10 +66,46 @@ def asks_kind(node: fx.Node) -> bool:
     return node.target is getattr and node.args[1] in ("dtype", "device")
 
 
-def run_through(run: fx.Interpreter, nodes: list[fx.Node]) -> None:
-    """Run the sources of a weight; what lends a dtype and is none of them has that of the parameters."""
+def asks_size(node: fx.Node) -> bool:
+    """Whether a node reads how large a tensor is, and nothing of what is in it."""
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim")
+    return node.op == "call_method" and (node.target in SIZES or node.target == "dim")
+
+
+class _Sizes(fx.Interpreter):
+    """Notes what nodes that read sizes give."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if asks_size(n):
+            self.found[n] = value
+        return value
+
+
+def sizes_read(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, Any]:
+    """What the nodes that read sizes give on the example inputs; used inside a `trial` of ``gm``."""
+    run = _Sizes(gm)
+    run.run(*place_arguments(gm, inputs))
+    return run.found
+
+
+def run_through(run: fx.Interpreter, nodes: list[fx.Node], known: Mapping[fx.Node, Any] = NOTHING) -> None:
+    """Run the sources of a weight; what lends a dtype and is none of them has that of the parameters.
+
+    Args:
+        run: runs each node.
+        nodes: the sources, in graph order.
+        known: what some of them give.
+    """
     for node in nodes:
-        if asks_kind(node) and node.args[0] not in run.env:
+        if node in known:
+            run.env[node] = known[node]
+        elif asks_kind(node) and node.args[0] not in run.env:
             lender = next(p for p in run.module.parameters() if p.is_floating_point())
             run.env[node] = getattr(lender, str(node.args[1]))
         else:
