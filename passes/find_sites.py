@@ -265,7 +265,7 @@ class _Computed:
 
     @cached_property
     def _sizes(self) -> dict[fx.Node, Any]:
-        return {} if self.inputs is None else sizes_read(self.gm, self.inputs)
+        return {} if self.inputs is None else sizes_read(self.gm, fresh(self.inputs))
 
     def _effects(self, weight: fx.Node, axis: int | None) -> dict[str, Effect]:
         if weight.op == "get_attr":
