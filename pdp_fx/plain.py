@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
 
-from pdp_fx.tracing.objects import Apply, Bound, Build, MethodOf
+from pdp_fx.tracing.objects import Apply, Bound, Build, Held, MethodOf
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
@@ -44,6 +44,8 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
     elif isinstance(node.target, Bound):
         method = getattr(node.target.thing, node.target.method)
         node.target = _named(partial(method), node.target.__name__)
+    elif isinstance(node.target, Held):
+        node.target = _named(partial(operator.itemgetter(0), (node.target.thing,)), node.target.__name__)
     elif isinstance(node.target, Build):
         with node.graph.inserting_before(node):
             _make_object(node, node.target)

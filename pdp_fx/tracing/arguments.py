@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from pdp_fx.tracing.objects import Build
+from pdp_fx.tracing.objects import Build, Held
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.sizes import Live, Session, plain, value_of
 from pdp_fx.tracing.steps import Expr, UnrecordableError
@@ -14,7 +14,9 @@ from pdp_fx.tracing.structure import (
     has_tensors,
     is_namedtuple,
     is_record,
+    is_remade,
     record_fields,
+    tensors_and_numbers,
 )
 
 
@@ -56,12 +58,16 @@ class Arguments:
             return [self.encode(part) for part in arg]
         if isinstance(arg, tuple):
             return tuple(self.encode(part) for part in arg)
-        if is_record(arg):
+        if self._origins.is_kept(arg) and not any(
+            isinstance(leaf, torch.Tensor | Live) for leaf in tensors_and_numbers(arg)
+        ):
+            return Expr(Held(arg), ())
+        if is_remade(arg):
             return Expr(type(arg), (), {key: self.encode(part) for key, part in record_fields(arg).items()})
         if isinstance(arg, dict):
             parts = {key: self.encode(part) for key, part in arg.items()}
             return parts if type(arg) is dict else Expr(type(arg), (parts,))
-        if has_tensors(arg):
+        if has_tensors(arg) or is_record(arg):
             return self._build(arg)
         raise UnrecordableError(f"passes a {type(arg).__name__}, which a graph cannot hold")
 
@@ -76,7 +82,7 @@ class Arguments:
         except UnrecordableError:
             if isinstance(result, BASE_TYPES) or callable(result):
                 raise
-        if is_record(result):
+        if is_remade(result):
             parts = {key: self.output(part) for key, part in record_fields(result).items()}
             return Expr(type(result), (), parts)
         if type(result) in (tuple, list):

@@ -23,7 +23,7 @@ from pdp_fx.tracing.steps import (
     Whole,
     is_ragged,
 )
-from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.structure import is_record, plain_leaves, record_fields, tensors
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -101,6 +101,7 @@ def _whole(
 ) -> Any:
     """Run a step that nobody looks into; ``alone`` says that it may use nothing but its arguments."""
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
+    given = plain_leaves((args, kwargs)) if step.reason else []
     operands = list(tensors((args, kwargs)))
     buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []
     versions = [version_of(buffer) for buffer in buffers]
@@ -110,13 +111,24 @@ def _whole(
     step.updates |= versions != [version_of(buffer) for buffer in buffers]
     if step.reason:
         recorder.watch.allow_drawn()
-    if recorder.watch.read_numbers and any(isinstance(leaf, bool | int | float) for leaf in leaves(result)):
-        raise UnrecordableError(f"gets a number from {step.called} that depends on numbers in a tensor")
+    if recorder.watch.read_numbers:
+        step.reads_numbers = bool(step.reason)
+        _check_numbers(step, result)
+        if step.reason and given != plain_leaves((args, kwargs)):
+            why = f"gives {step.called} something to change that is no tensor"
+            raise UnrecordableError(why, Whole(recorder.scope.path))
     sizes = _sizes_given(recorder, step, result, operands)
     result = recorder.commit(step, result, changed)
     if step.reason and step.reason != DIFFERS_BY_MODE:
         _check_structure(recorder, step, result, sizes)
     return result
+
+
+def _check_numbers(step: Step, result: Any) -> None:
+    """Refuse numbers in the result of a step that has read numbers in tensors: they would be constants."""
+    records = record_fields(result).values() if is_record(result) else ()
+    if any(isinstance(leaf, bool | int | float) for leaf in (*leaves(result), *leaves(list(records)))):
+        raise UnrecordableError(f"gets a number from {step.called} that depends on numbers in a tensor")
 
 
 def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[torch.Tensor]) -> Facts:

@@ -13,7 +13,7 @@ from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.verify import Runner, run
+from pdp_fx.tracing.verify import Runner, run, tried
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,33 @@ def exact_graph(
         gm = build(model, recordings, gate_all)
         problem = problem_of(gm, model, example, wanted, watch)
         if not problem:
+            _check_other_numbers(gm, model, example, recordings)
             return gm
     raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
+
+
+def _check_other_numbers(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
+) -> None:
+    """Check that nothing which a part that is kept whole finds out of its data gets past the graph.
+
+    Such a part may leave a number somewhere, and the model may look for it there: then the number of the
+    example would be a constant of the graph. Other numbers show that.
+
+    Raises:
+        TraceError: something gets past the graph.
+    """
+    reading = {step.called for step in recordings.alignment.in_eval.steps if step.reads_numbers}
+    for other in example.with_other_numbers() if reading else ():
+        wanted, got = tried(model, other, False), tried(gm, other, False, model)
+        # A model need not take what is made up, and a graph may say that it holds for its example only.
+        problem = wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
+        if problem:
+            raise TraceError(
+                f"the graph of {type(model).__name__} was discarded: with other numbers than the example's "
+                f"it {problem}. What is kept whole ({', '.join(sorted(reading))}) must leave a number of its "
+                "data where the model finds it past the graph; let it return that in a tensor"
+            )
 
 
 def reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:

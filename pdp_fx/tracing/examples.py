@@ -14,6 +14,9 @@ ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
+TRIALS = 6
+"""How many calls with other numbers are made of one."""
+
 
 @dataclass(frozen=True)
 class ExampleCall:
@@ -53,6 +56,12 @@ class ExampleCall:
                 yield more
                 break
         yield self._changed(lambda rows: torch.cat([rows[:kept], rows[:1]]))
+
+    def with_other_numbers(self) -> "Iterator[ExampleCall]":
+        """Calls with numbers drawn from those of this one; floats are scaled, and in every other moved."""
+        for seed in range(TRIALS):
+            generator, moved = torch.Generator().manual_seed(seed), seed % 2 == 1
+            yield self._mapped(lambda leaf, g=generator, moved=moved: _drawn_from(leaf, g, moved))
 
     def tells_apart(self) -> bool:
         """Whether the last example is not the same as the first."""
@@ -115,6 +124,21 @@ def _another_number(rows: torch.Tensor) -> torch.Tensor:
     if rows.is_floating_point() or rows.dtype is torch.bool:
         return rows
     return torch.where(rows > 0, rows - 1, rows + 1)
+
+
+def _drawn_from(leaf: Any, generator: torch.Generator, moved: bool) -> Any:
+    """Numbers drawn from those of a tensor; where these are all the same, others beside them."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+        return leaf
+    numbers = leaf.detach().flatten()
+    places, shares = (torch.rand(len(numbers), generator=generator).to(leaf.device) for _ in range(2))
+    drawn, constant = numbers[(places * len(numbers)).long()], bool((numbers == numbers[0]).all())
+    if leaf.is_floating_point():
+        drawn = (drawn + shares if constant else drawn * (0.5 + shares)).to(leaf.dtype)
+        drawn = drawn - drawn[0] if moved else drawn
+    elif constant:
+        drawn = torch.where(shares < 0.5, _another_number(drawn), drawn)
+    return drawn.reshape(leaf.shape).requires_grad_(leaf.requires_grad)
 
 
 def is_batch(leaf: Any, size: int) -> bool:

@@ -30,6 +30,9 @@ from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Step, Whole
 
+_READS_NUMBERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+"""Functions that read many numbers at once, unseen by a dispatch mode."""
+
 
 class _Listener(TorchFunctionMode):
     """Tells the recorder of every torch function."""
@@ -46,6 +49,7 @@ class _Listener(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self.recorder.inside:
+            self.recorder.watch.read_numbers |= func in _READS_NUMBERS
             return func(*args, **(kwargs or {}))
         return self.recorder.guarded(called, self.recorder, func, args, kwargs or {})
 

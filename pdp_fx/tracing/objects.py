@@ -27,11 +27,33 @@ class Build:
 
     def __call__(self, attributes: Mapping[str, Any]) -> Any:
         made = object.__new__(self.kind)
-        for name, value in attributes.items():
-            setattr(made, name, value)
-        for name, value in self.fixed:
-            setattr(made, name, value)
+        vars(made).update(attributes)
+        vars(made).update(self.fixed)
         return made
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A function that gives an object which the model keeps, such as its configuration.
+
+    Attributes:
+        thing: the object, which holds no tensors.
+    """
+
+    thing: Any
+
+    @property
+    def __name__(self) -> str:
+        return f"the_{type(self.thing).__name__}"
+
+    def __call__(self) -> Any:
+        return self.thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and other.thing is self.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ that they can be passed on whole.
 
 import operator
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from pdp_fx.tracing.preserve import OF_TORCH
 from pdp_fx.tracing.steps import (
     Attribute,
     Constant,
@@ -23,7 +25,7 @@ from pdp_fx.tracing.steps import (
     is_ragged,
     root,
 )
-from pdp_fx.tracing.structure import BASE_TYPES, children, has_tensors, tensors
+from pdp_fx.tracing.structure import BASE_TYPES, children, has_tensors, objects, tensors
 from pdp_fx.tracing.watch import Watch, storage_of
 
 
@@ -37,6 +39,7 @@ class Origins:
     """
 
     def __init__(self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._model = model
         named = (*model.named_parameters(), *model.named_buffers())
         self._attributes = {id(tensor): Attribute(path) for path, tensor in named}
         self._own = {
@@ -64,6 +67,20 @@ class Origins:
         if self._watch.is_ours(tensor):
             raise UnrecordableError("uses a tensor made by code that torch functions do not show")
         return self.constant(tensor)
+
+    def is_kept(self, thing: Any) -> bool:
+        """Whether something is an object that a module of the model keeps as an attribute, or in one."""
+        return id(thing) in self._kept
+
+    @cached_property
+    def _kept(self) -> dict[int, Any]:
+        attributes = (
+            value
+            for module in self._model.modules()
+            for name, value in vars(module).items()
+            if name not in OF_TORCH
+        )
+        return {id(thing): thing for thing in objects(tuple(attributes))}
 
     def _known(self, tensor: torch.Tensor) -> Value | None:
         return self._values.get(tensor) or self._attributes.get(id(tensor)) or self._constants.get(id(tensor))

@@ -50,7 +50,7 @@ Changes = dict[nn.Module, list[str]]
 _CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
 """Those of the innermost `noting_changes` block."""
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has; none of them is what a forward keeps for its next call."""
 
 
@@ -157,7 +157,7 @@ class _Saved:
 
     def _note(self, *names: str) -> None:
         changes = _CHANGES.get()
-        own = [name for name in names if name not in _OF_TORCH]
+        own = [name for name in names if name not in OF_TORCH]
         if changes is not None and own:
             noted = changes.setdefault(self.module, [])
             noted += [name for name in own if name not in noted]

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name, map_aggregate
 
 from pdp_fx.errors import TraceError
-from pdp_fx.tracing.objects import Bound
+from pdp_fx.tracing.objects import Bound, Held
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _plain(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(target: str | Callable[..., Any]) -> Any:
-    if isinstance(target, str | Bound):
+    if isinstance(target, str | Bound | Held):
         return target
     if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         try:

@@ -72,6 +72,7 @@ class Step:
         random: whether it drew random numbers.
         updates: whether it changed running statistics, or other buffers of the module that it is.
         reason: for an opaque module, why it was not traced through.
+        reads_numbers: whether something opaque read numbers out of tensors.
         decides: whether it checks what users' code has found true of sizes.
     """
 
@@ -89,6 +90,7 @@ class Step:
     random: bool = False
     updates: bool = False
     reason: str = ""
+    reads_numbers: bool = False
     decides: bool = False
 
     @property

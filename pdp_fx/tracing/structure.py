@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,19 @@ def is_record(value: object) -> bool:
     )
 
 
+def is_remade(value: object) -> bool:
+    """Whether the class of a record, called with its fields, makes its like.
+
+    It does not where it computes more than its fields, or where more was put in; a record that is a mapping,
+    too, puts its fields in itself.
+    """
+    if not is_record(value):
+        return False
+    names = {field.name for field in dataclasses.fields(cast(Any, value))}
+    state = getattr(value, "__dict__", dict[str, Any]())
+    return isinstance(value, Mapping) or (not hasattr(value, "__post_init__") and state.keys() <= names)
+
+
 def record_fields(value: Any) -> dict[str, Any]:
     """The fields of a record that do not hold their default."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -56,11 +69,16 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]]:
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield "item", key, part
-    elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module | torch.Tensor):
-        if callable(value):
-            return
+    elif is_object(value):
         for name, part in vars(value).items():
             yield "attribute", name, part
+
+
+def is_object(value: object) -> bool:
+    """Whether a value has attributes of its own, and is no class, module, tensor or function."""
+    if isinstance(value, type | torch.nn.Module | torch.Tensor) or callable(value):
+        return False
+    return hasattr(value, "__dict__")
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -76,6 +94,23 @@ def arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:
 def tensors_and_numbers(value: Any) -> Iterator[torch.Tensor | complex]:
     """All tensors and numbers in a structure, in the same order."""
     yield from _leaves(value, (torch.Tensor, int, float, complex), set())
+
+
+def plain_leaves(value: Any) -> list[Any]:
+    """All in a structure that is neither a tensor nor a container: numbers, texts and the like."""
+    return list(_leaves(value, BASE_TYPES, set()))
+
+
+def objects(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """All objects in a structure, as `is_object` has it."""
+    seen = set() if seen is None else seen
+    if isinstance(value, BASE_TYPES) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if is_object(value):
+        yield value
+    for _, _, part in children(value):
+        yield from objects(part, seen)
 
 
 def flat_tensors(arguments: Any) -> list[torch.Tensor]:

@@ -1,0 +1,244 @@
+"""What parts that are kept whole find out of their data and give back in other ways than by tensors."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdp_fx
+from pdp_fx import PruneSpec, Schedule, TraceError, Unstructured
+from pdp_fx.trace import trace
+from tests.tracing.checks import Around, exact, opaque
+
+FOUND: dict[str, int] = {}
+
+
+@dataclass
+class Count:
+    """A record of a number, and of a tensor."""
+
+    number: int = 0
+    tensor: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+class Plain:
+    """An object that is no record."""
+
+    number = 0
+
+
+class Layer(nn.Module):
+    """A layer, and something after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+def positive(x: Tensor) -> int:
+    return int((x > 0).sum())
+
+
+class InDict(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x, given = self.layer(x), dict[str, int]()
+        put(given, x)
+        return x * given["number"]
+
+
+def put(given: dict[str, int], x: Tensor) -> None:
+    given["number"] = positive(x)
+
+
+class InList(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x, given = self.layer(x), list[int]()
+        append(given, x)
+        return x * given[0]
+
+
+def append(given: list[int], x: Tensor) -> None:
+    given.append(positive(x))
+
+
+class InRecord(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x, given = self.layer(x), Count()
+        change(given, x)
+        return x * given.number
+
+
+def change(given: Count, x: Tensor) -> None:
+    given.number = positive(x)
+
+
+class ByRecord(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        count = counted(self.layer(x))
+        return count.tensor * count.number
+
+
+def counted(x: Tensor) -> Count:
+    return Count(positive(x), x)
+
+
+class ByNumber(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        part, number = first(self.layer(x))
+        return part * number
+
+
+def first(x: Tensor) -> tuple[Tensor, float]:
+    return (x, x.tolist()[0][0]) if x.sum() > 0 else (x, 0.0)
+
+
+class ByArray(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        part, number = summed(self.layer(x))
+        return part * number
+
+
+def summed(x: Tensor) -> tuple[Tensor, float]:
+    return x, float(x.detach().numpy().sum())
+
+
+class InGlobal(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        note(x)
+        return x * FOUND["number"]
+
+
+def note(x: Tensor) -> None:
+    FOUND["number"] = positive(x)
+
+
+class ByObject(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * as_object(x).number
+
+
+def as_object(x: Tensor) -> Plain:
+    made = Plain()
+    made.number = positive(x)
+    return made
+
+
+SEEN = (InDict, InList, InRecord, ByRecord, ByNumber, ByArray)
+
+
+@pytest.mark.parametrize("kind", [*SEEN, InGlobal, ByObject])
+def test_a_number_that_gets_past_the_graph_is_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(TraceError, match=r"no tensor|gets a number from|past the graph"):
+        trace(kind(), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("kind", SEEN)
+def test_the_module_around_it_is_kept_whole(kind: type[nn.Module]) -> None:
+    model = Around(kind())
+    gm = exact(model, torch.randn(3, 4))
+    assert list(opaque(gm)) == ["inner"]
+    for _ in range(5):
+        x = torch.randn(3, 4)
+        assert torch.equal(gm(x), model(x))
+
+
+class Leaves(nn.Module):
+    """A layer that leaves a number in an attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.number = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number = positive(x)
+        return self.layer(x)
+
+
+class Looks(nn.Module):
+    """Looks for what its part has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Leaves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) * self.part.number
+
+
+@pytest.mark.parametrize("example", [torch.randn(3, 4), torch.zeros(3, 4), torch.ones(1, 4)])
+def test_a_number_in_an_attribute_of_a_part_is_refused(example: Tensor) -> None:
+    with pytest.raises(TraceError, match=r"\(part\) must leave a number of its data"):
+        trace(Looks(), example)
+
+
+def test_whole_numbers_are_tried_too() -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.looks = nn.Embedding(9, 4), Looks()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.looks(self.table(ids))
+
+    for ids in (torch.arange(8).reshape(2, 4), torch.zeros(2, 4, dtype=torch.long)):
+        with pytest.raises(TraceError, match="must leave a number of its data"):
+            trace(Embeds(), ids)
+
+
+@dataclass
+class Settings:
+    """Settings that compute more than their fields, and hold more."""
+
+    limit: float = 1.0
+    names: dict[str, list[int]] = field(default_factory=lambda: {"a": [1]})
+
+    def __post_init__(self) -> None:
+        self.scale = 2 * self.limit
+
+
+def scaled(x: Tensor, settings: Any) -> Tensor:
+    return x * settings.limit if x.sum() > 0 else x * settings.scale
+
+
+class Configured(nn.Module):
+    """Gives its settings, or some that it makes, to a function that decides by its data."""
+
+    def __init__(self, settings: Any, made: bool = False) -> None:
+        super().__init__()
+        self.layer, self.settings, self.made = nn.Linear(4, 4), settings, made
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.made:
+            settings = Settings(3.0)
+            settings.scale = 5.0
+            return scaled(self.layer(x), settings)
+        return scaled(self.layer(x), self.settings)
+
+
+class Namespace:
+    """Settings that are no record."""
+
+    limit, scale = 1.0, -3.0
+
+
+@pytest.mark.parametrize("kind", [Settings, Namespace])
+@pytest.mark.parametrize("made", [False, True])
+def test_settings_stay_what_they_are(kind: type, made: bool) -> None:
+    settings = kind()
+    settings.scale, settings.private = 7.0, {1, 2}
+    model = Configured(settings, made)
+    gm = exact(model, torch.randn(3, 4))
+    assert len(opaque(gm)) == 1
+    spec = PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0))
+    prepared = pdp_fx.prepare(model, spec, torch.randn(3, 4))
+    pdp_fx.step(prepared)
+    prepared.eval()
+    converted = pdp_fx.convert(prepared)
+    for sign in (1, -1):
+        x = sign * torch.rand(3, 4)
+        assert torch.equal(gm(x), model(x))
+        assert torch.equal(converted(x), prepared(x))
