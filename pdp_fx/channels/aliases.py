@@ -67,15 +67,19 @@ class Aliases:
 
     def writes(self, call: Call, layers: Callable[[Tensor], tuple[Layer, ...]]) -> Iterator[Write]:
         """What a call writes to in place that shares memory with other labelled tensors."""
-        for place, argument in enumerate(call.func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for written in flat_tensors(call.argument(place, argument.name)):
-                sharing = [ref() for ref in self._sharing.get(written.untyped_storage()._cdata, ())]
-                known = [tensor for tensor in sharing if tensor is not None and tensor is not written]
-                aliases = overlapping(written, known)
-                if aliases:
-                    yield Write(written, layers(written), aliases, call.tensors())
+        for written in written_by(call):
+            sharing = [ref() for ref in self._sharing.get(written.untyped_storage()._cdata, ())]
+            known = [tensor for tensor in sharing if tensor is not None and tensor is not written]
+            aliases = overlapping(written, known)
+            if aliases:
+                yield Write(written, layers(written), aliases, call.tensors())
+
+
+def written_by(call: Call) -> Iterator[Tensor]:
+    """The tensors that a call writes to in place."""
+    for place, argument in enumerate(call.func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from flat_tensors(call.argument(place, argument.name))
 
 
 def overlapping(written: Tensor, others: list[Tensor]) -> list[Tensor]:

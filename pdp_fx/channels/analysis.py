@@ -40,6 +40,7 @@ from pdp_fx.channels.rewrites import NORMS
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.channels.running import run
 from pdp_fx.channels.streams import keep_streams
+from pdp_fx.channels.varying import note_varying
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.tracing.examples import Inputs
@@ -123,6 +124,7 @@ def observe(
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
         if node.op == "call_module" or node.target in NORMS:
             _settle_norm(flow, result)
+        note_varying(gm, node, flow.record, flow.drew)
         check_sizes(gm, node, flow, result)
         if node.name in computed and flow.stand_in(result, computed[node.name]):
             given = Labelled(tuple(result.shape), flow.layers(result))

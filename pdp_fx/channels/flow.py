@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow
+from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow, written_by
 from pdp_fx.channels.in_place import fills_with_zero, out_of_place
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized, StandIn
@@ -65,6 +65,8 @@ class LabelFlow(TorchDispatchMode):
         self.sized: list[Sized] = []
         self.masks_norm = False
         self.looked = False
+        self.drew = False
+        self._gapped: list[tuple[Tensor, Tensor]] = []
         self._rules = rules
         self._out_of_reach = out_of_reach
         self._layers = WeakTensorKeyDictionary()
@@ -82,8 +84,11 @@ class LabelFlow(TorchDispatchMode):
         if layout is not None and layout == (result.shape, _strides(result)):
             return result
         self.looked = self.looked or func is aten._local_scalar_dense.default
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         call = Call(func, args, kwargs or {}, result)
         writes: list[Write] = []
+        if func._schema.is_mutable:
+            self._keep_gapped(call)
         if func._schema.is_mutable and not fills_with_zero(call):
             writes += self._aliases.writes(call, self._labelled)
             self._keep_written(call.args[0])
@@ -108,6 +113,17 @@ class LabelFlow(TorchDispatchMode):
         self.stored.follow(call)
         self._rules(call)(call, self)
         return view
+
+    def note_gapped(self, view: Tensor, ids: Tensor) -> None:
+        """Say that a view leaves gaps between these channels: of fewer, a copy can be made, but no view."""
+        self._gapped.append((view, ids))
+
+    def _keep_gapped(self, call: Call) -> None:
+        """Keep channels of which there is a view with gaps if its memory is written to."""
+        written = {tensor.untyped_storage()._cdata for tensor in written_by(call)} if self._gapped else ()
+        for view, ids in self._gapped:
+            if view.untyped_storage()._cdata in written:
+                self.freeze(ids, *OVERWRITTEN)
 
     def _follow_write(self, write: Write, call: Call) -> None:
         """Give what shares memory with a tensor that was written to the labels that it has now."""

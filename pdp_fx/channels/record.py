@@ -160,6 +160,8 @@ class Record:
         numbers: the numbers that nodes gave.
         resized: nodes whose sizes have to be written anew when channels go.
         taint: for every number node, which labels its value counts.
+        varying: nodes that may give something else at the next call.
+        free_axes: for every shape that was read, the axes whose sizes may be others then, and its rank.
         stand_ins: the computed weights that stand for parameters, by the parameter.
     """
 
@@ -179,4 +181,8 @@ class Record:
     values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
     resized: list[str] = field(default_factory=list[str])
     taint: dict[str, list[Tainted]] = field(default_factory=dict[str, "list[Tainted]"])
+    varying: set[str] = field(default_factory=set[str])
+    free_axes: dict[str, tuple[frozenset[int], int]] = field(
+        default_factory=dict[str, "tuple[frozenset[int], int]"]
+    )
     stand_ins: dict[str, StandIn] = field(default_factory=dict[str, StandIn])

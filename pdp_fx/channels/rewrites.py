@@ -16,6 +16,7 @@ from torch.nn import functional
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
 from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits
+from pdp_fx.channels.varying import given_varying
 from pdp_fx.ops.kinds import groups_left
 from pdp_fx.ops.products import operation_name
 
@@ -130,6 +131,11 @@ def _roll(node: fx.Node, job: Job) -> None:
     _reorder(node, job)
 
 
+def _places_fit(node: fx.Node, record: Record) -> bool:
+    """By sizes and places that are the same at every call."""
+    return not given_varying(node, record)
+
+
 def _roll_fits(node: fx.Node, record: Record) -> bool:
     """Along axes that are named."""
     return _arguments(node, 2, ("dims",), 1)[0] is not None and _reorder_fits(node, record)
@@ -140,11 +146,13 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _reorder_fits(node: fx.Node, record: Record) -> bool:
-    """Only along one axis of distinct labels."""
+    """Only along one axis of distinct labels, by places that are the same at every call."""
     source: Any = node.args[0]
     values = record.values.get(source.name, ())
     layers = values[0].layers if values else ()
-    return len(layers) == 1 and len(layers[0].support) == 1 and distinct(layers[0].ids)
+    if len(layers) != 1 or len(layers[0].support) != 1:
+        return False
+    return distinct(layers[0].ids) and _places_fit(node, record)
 
 
 def _pad(node: fx.Node, job: Job) -> None:
@@ -211,8 +219,8 @@ def _groups(node: fx.Node, job: Job) -> None:
         node.update_kwarg("groups", groups)
 
 
-_SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split)
-_NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
+_SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split, _places_fit)
+_NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow, _places_fit), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),

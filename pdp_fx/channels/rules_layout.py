@@ -57,6 +57,8 @@ def layout(call: Call, flow: LabelFlow) -> None:
             _note_part(layer, new, call, flow)
             if packet in SIZED and _is_told(layer, new, index, call):
                 flow.sized.append(Sized(layer, new, packet in SHAPED))
+                if packet is aten.slice and _picks(call):
+                    flow.note_gapped(call.result, layer.ids)
     if packet is aten.expand:
         moved[0].extend(_broadcast(source, call.result, flow))
     for result, layers in zip(results, moved, strict=True):

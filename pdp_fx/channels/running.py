@@ -39,7 +39,7 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.node = n.name
         self.flow.source = str(n.meta.get("source", ""))
         self.flow.sized = []
-        self.flow.looked = False
+        self.flow.looked = self.flow.drew = False
         self.flow.masks_norm = self.can_mask(n)
         if is_fused_attention(n.target):
             keep_scale(self.flow, *self.fetch_args_kwargs_from_env(n))

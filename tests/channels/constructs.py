@@ -15,6 +15,7 @@ from tests.channels.nets_sharing import SHARING
 from tests.channels.nets_sizes import SIZES
 from tests.channels.nets_slices import SLICES
 from tests.channels.nets_unmoved import UNMOVED
+from tests.channels.nets_varying import VARYING
 from tests.channels.nets_weights import WEIGHTS
 
 CONSTRUCTS: tuple[Construct, ...] = (
@@ -32,5 +33,6 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *WEIGHTS,
     *SIZES,
     *REGIONS,
+    *VARYING,
     *REFUSALS,
 )

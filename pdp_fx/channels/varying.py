@@ -1,0 +1,72 @@
+"""Which values may be others at the next call, although nothing in the graph has changed.
+
+They follow from inputs, weights, chance, or sizes of axes that no weight makes. What they choose along an
+axis of channels cannot be written down for the channels that stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from pdp_fx.channels.record import Record
+from pdp_fx.ops.kinds import attribute
+from pdp_fx.weights.sources import asks_kind, asks_size
+
+
+def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) -> None:
+    """Note whether what ``node`` gives may be another at the next call.
+
+    Args:
+        gm: the graph module that runs.
+        node: a node that has run.
+        record: what is known of the nodes before it.
+        drew: whether it drew random numbers.
+    """
+    if drew or node.op in ("placeholder", "call_module") or node.meta.get("opaque"):
+        record.varying.add(node.name)
+    elif node.op == "get_attr":
+        stored = attribute(gm, node.target)
+        # Tables of whole numbers are compared before channels are removed.
+        if isinstance(stored, nn.Parameter) or (isinstance(stored, Tensor) and stored.is_floating_point()):
+            record.varying.add(node.name)
+    elif asks_size(node):
+        _note_size(node, record)
+    elif not asks_kind(node) and any(_is_varying(source, node, record) for source in node.all_input_nodes):
+        record.varying.add(node.name)
+
+
+def _note_size(node: fx.Node, record: Record) -> None:
+    """Sizes of axes of channels are those of weights; others are given anew with every call."""
+    source: Any = node.args[0]
+    asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    if node.target == "dim" or asked == "ndim" or not values:
+        return
+    rank = len(values[0].shape)
+    labelled = frozenset[int]().union(*(layer.support for layer in values[0].layers))
+    free = frozenset(range(rank)) - labelled
+    if node.target == "size" and isinstance(asked, int):
+        free &= {asked % rank}
+    elif node.target == "size" or asked == "shape":
+        record.free_axes[node.name] = (free, rank)
+        return
+    if free:
+        record.varying.add(node.name)
+
+
+def _is_varying(source: fx.Node, user: fx.Node, record: Record) -> bool:
+    """Whether what ``user`` reads of ``source`` varies: of a shape that may be a single size."""
+    if source.name not in record.free_axes:
+        return source.name in record.varying
+    free, rank = record.free_axes[source.name]
+    place = user.args[1] if user.target is operator.getitem else None
+    return place % rank in free if isinstance(place, int) else bool(free)
+
+
+def given_varying(node: fx.Node, record: Record) -> bool:
+    """Whether ``node`` is told something, beside its first argument, that varies."""
+    source = node.args[0] if node.args else None
+    return any(given.name in record.varying for given in node.all_input_nodes if given is not source)

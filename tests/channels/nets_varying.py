@@ -1,0 +1,137 @@
+"""What chooses channels and may choose others at the next call: inputs, weights, sizes of data."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.channels.construct import Construct, Inputs, conv_bn, images
+from tests.channels.nets_aliasing import OVERWRITTEN
+
+TOLD = "is told sizes or positions of these channels"
+
+
+class Chooses(nn.Module):
+    """A choice among the channels of one convolution, and another that shows that the rest can go."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = conv_bn(3, 8), conv_bn(width, 6), nn.Conv2d(6, 5, 1)
+
+    def after(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.mid(x)))
+
+
+class OrderGiven(Chooses):
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        return self.after(self.stem(x).index_select(1, order))
+
+
+class SubscriptGiven(Chooses):
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        return self.after(self.stem(x)[:, order + 0])
+
+
+class OrderLearned(Chooses):
+    """The order of scores that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.stem(x)[:, self.scores.argsort()])
+
+
+class OrderTracked(Chooses):
+    """The order of statistics that training changes."""
+
+    scores: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scores", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(torch.index_select(self.stem(x), 1, self.scores.argsort()))
+
+
+class OrderOfTable(Chooses):
+    """The order in a table: it is the same at every call."""
+
+    order: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.randperm(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.stem(x)[:, self.order])
+
+
+class CutBySize(Chooses):
+    """As many channels as the image is wide."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(x[:, : x.shape[2]])
+
+
+class NarrowedBySize(CutBySize):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(x.narrow(1, 0, x.size(3)))
+
+
+class SplitBySize(CutBySize):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        first, rest = x.split([x.shape[-1], 2], 1)
+        return self.after(first + rest.mean(1, keepdim=True))
+
+
+class RolledBySize(Chooses):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(x.roll(x.shape[2] // 2, 1))
+
+
+class WritesWithGaps(Chooses):
+    """Every second channel is clamped in place, at a number that the example does not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).clone()
+        x[:, ::2].clamp_(max=1e6)
+        return self.after(x)
+
+
+class WritesBehindGaps(Chooses):
+    """What is read through a view with gaps is clamped in place afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        some = x[:, 1::2].mT
+        x.clamp_(max=1e6)
+        return self.after(torch.cat([some.mT, x[:, :4]], 1))
+
+
+def with_order(batch: int) -> Inputs:
+    """Images, and an order of eight channels."""
+    return (*images()(batch), torch.randperm(8))
+
+
+VARYING = (
+    Construct(OrderGiven, with_order, removed=3, reason=TOLD),
+    Construct(SubscriptGiven, with_order, removed=3, reason=TOLD),
+    Construct(OrderLearned, images(), removed=3, reason=TOLD),
+    Construct(OrderTracked, images(), removed=3, reason=TOLD),
+    Construct(OrderOfTable, images(), removed=7),
+    Construct(CutBySize, images(), removed=3, reason=TOLD),
+    Construct(NarrowedBySize, images(), removed=3, reason=TOLD),
+    Construct(SplitBySize, images(), removed=3, reason=TOLD),
+    Construct(RolledBySize, images(), removed=3, reason=TOLD),
+    Construct(WritesWithGaps, images(), removed=3, reason=OVERWRITTEN),
+    Construct(WritesBehindGaps, images(), removed=3, reason=OVERWRITTEN),
+)
