@@ -21,6 +21,7 @@ from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
+from pdp_fx.channels.varying import given_varying
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.writer import CONSTANT
 from pdp_fx.weights.sources import sources_of
@@ -84,6 +85,15 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
     for sized in told:
         flow.freeze(sized.before.ids, _why_not(gm, node), remedy)
+    if told and given_varying(node, flow.record):
+        _lose(flow, result, [sized.after for sized in told])
+
+
+def _lose(flow: LabelFlow, result: Any, layers: list[Layer]) -> None:
+    """Follow these layers no further: another call may choose other channels, or another order."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            flow.put(leaf, [each for each in flow.layers(leaf) if all(each is not layer for layer in layers)])
 
 
 def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:

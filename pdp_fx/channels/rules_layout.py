@@ -49,6 +49,11 @@ def layout(call: Call, flow: LabelFlow) -> None:
         flow.freeze_all([source], "it is rolled along all axes at once", "name the axis to roll along")
         flow.put(call.result, ())
         return
+    if packet is aten.view and isinstance(call.args[1], torch.dtype):
+        # Even those of 0 may be a number: there are two zeros.
+        flow.freeze_all([source], "its bits are read as another type")
+        flow.put(call.result, ())
+        return
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     moved: list[list[Layer]] = [[] for _ in results]
     for layer in _cut_whole(call, flow):
@@ -209,8 +214,6 @@ def _move(layer: Layer, shape: tuple[int, ...], call: Call) -> list[Layer]:
 def _apply(call: Call, labels: Tensor) -> list[Tensor]:
     packet = call.func.overloadpacket
     if packet in (aten.clone, aten.contiguous, aten._to_copy, aten.lift_fresh):
-        return [labels]
-    if packet is aten.view and isinstance(call.args[1], torch.dtype):
         return [labels]
     if packet in (aten.view, aten._unsafe_view, aten._reshape_alias):
         return [labels.reshape(call.args[1])]

@@ -221,18 +221,23 @@ def vanishes(call: Call, zeros: frozenset[int]) -> bool:
 
 
 def _probed(call: Call, zeros: frozenset[int], least: float, most: float = 0.9) -> Tensor:
-    """What the operation gives for 0 in these operands, and other values from a range in the others."""
-    seen = -1
+    """What the operation gives for 0 in these operands, and other values from a range in the others.
+
+    What a mask leaves of a negative number is -0.0, so both zeros are tried, in all combinations of four.
+    """
+    seen, order = -1, sorted(zeros)
 
     def probe(leaf: Any) -> Any:
         nonlocal seen
         if not isinstance(leaf, Tensor):
             return leaf
         seen += 1
-        values = torch.zeros(16) if seen in zeros else torch.linspace(least, most, 16) * (1 + seen)
-        if leaf.dtype == torch.bool and seen not in zeros:
+        if seen in zeros:
+            negative = torch.arange(16) >> order.index(seen) & 1
+            return (negative * -0.0).to(leaf.dtype)
+        if leaf.dtype == torch.bool:
             return torch.arange(16) % (2 + seen) == 0
-        return values.to(leaf.dtype)
+        return (torch.linspace(least, most, 16) * (1 + seen)).to(leaf.dtype)
 
     args, kwargs = tree_map(probe, (call.args, call.kwargs))
     return call.func(*args, **kwargs)

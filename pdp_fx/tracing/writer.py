@@ -4,6 +4,7 @@ Expressions are written right behind the node they are about, however late they 
 has one place whichever mode asked for it first.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,6 +178,9 @@ class Writer:
         return node
 
     def _node(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        if target is operator.pow and isinstance(args[0], int | float) and math.copysign(1, args[0]) < 0:
+            # Generated code has no brackets in -1 ** x.
+            target = pow
         node = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         node.meta.update(self._meta)
         return node

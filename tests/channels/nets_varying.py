@@ -42,6 +42,14 @@ class OrderLearned(Chooses):
         return self.after(self.stem(x)[:, self.scores.argsort()])
 
 
+class OrderComputed(Chooses):
+    """The order of the channels' own means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(x[:, x.mean((0, 2, 3)).argsort()] + x)
+
+
 class OrderTracked(Chooses):
     """The order of statistics that training changes."""
 
@@ -117,6 +125,31 @@ class WritesBehindGaps(Chooses):
         return self.after(torch.cat([some.mT, x[:, :4]], 1))
 
 
+class PhaseOfPairs(Chooses):
+    """A mask leaves -0.0 of a negative number, and the angle of that is no 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = conv_bn(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(torch.atan2(self.stem(x), self.other(x)))
+
+
+class BitsOfChannels(Chooses):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(x * (x.view(torch.int64) >> 63) + (x.view(torch.int32)[..., 1::2] >> 31))
+
+
+class SignByPower(Chooses):
+    """A negative number to a power: -1 ** x is something else in Python."""
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(x * (-1.0) ** order[0] * (-2) ** x.shape[2])
+
+
 def with_order(batch: int) -> Inputs:
     """Images, and an order of eight channels."""
     return (*images()(batch), torch.randperm(8))
@@ -126,12 +159,16 @@ VARYING = (
     Construct(OrderGiven, with_order, removed=3, reason=TOLD),
     Construct(SubscriptGiven, with_order, removed=3, reason=TOLD),
     Construct(OrderLearned, images(), removed=3, reason=TOLD),
+    Construct(OrderComputed, images(), removed=3, reason=TOLD, batches=False),
     Construct(OrderTracked, images(), removed=3, reason=TOLD),
     Construct(OrderOfTable, images(), removed=7),
     Construct(CutBySize, images(), removed=3, reason=TOLD),
     Construct(NarrowedBySize, images(), removed=3, reason=TOLD),
     Construct(SplitBySize, images(), removed=3, reason=TOLD),
     Construct(RolledBySize, images(), removed=3, reason=TOLD),
+    Construct(PhaseOfPairs, images(), removed=11),
+    Construct(BitsOfChannels, images(), removed=3, reason="its bits are read as another type"),
+    Construct(SignByPower, with_order, removed=7),
     Construct(WritesWithGaps, images(), removed=3, reason=OVERWRITTEN),
     Construct(WritesBehindGaps, images(), removed=3, reason=OVERWRITTEN),
 )
