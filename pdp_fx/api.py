@@ -6,6 +6,7 @@ import logging
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.collecting import collecting_new
@@ -31,11 +32,9 @@ from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
 from pdp_fx.tracing.examples import ExampleInputs
 from pdp_fx.tracing.preserve import unwritten
+from pdp_fx.wrapping import refuse_more_than_wrapped, refuse_wrapped
 
 logger = logging.getLogger(__name__)
-
-WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
-"""Classes of torch that run a model on several devices or compiled; by name, for some take long to import."""
 
 
 @collecting_new()
@@ -89,10 +88,12 @@ def prepare(
             ctx.put(watch.sites)
         PREPARE.run(gm, ctx, on_pass)
     _keep_findings(gm, pruner, ctx)
+    pruner.set_seal()
     pruner.to(_device(model))
     pruner.train(model.training)
     pruner.check_reachable(gm)
     pruner.update_masks(gm)
+    pruner.check_policies(gm)
     return gm
 
 
@@ -139,8 +140,8 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     """Apply the hard masks, remove channels, fold BatchNorm, and check the result by numbers.
 
     Args:
-        model: a prepared model, also inside a wrapper such as DistributedDataParallel. It is not
-            changed.
+        model: a prepared model, also inside a wrapper such as DistributedDataParallel that computes nothing
+            of its own. It is not changed.
         on_pass: called after every pass with the graph's text before it, the pass, and the module.
 
     Returns:
@@ -149,13 +150,16 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         alone makes more of it, in float64 within 1e-9.
 
     Raises:
-        StateError: the model was never prepared, nothing is pruned yet, the weights are NaN, a table of
-            indices is not the one that was prepared, or the model cannot be copied.
-        VerifyError: the outputs differ; this would be a bug of this package.
+        StateError: the model was never prepared, nothing is pruned yet, weights or running statistics are
+            NaN, the schedule's whole numbers were averaged or cast, a table of indices is not the one that
+            was prepared, a wrapper or a hook computes more, or the model cannot be copied.
+        VerifyError: the outputs differ; without hooks inside the model and policies that draw random numbers
+            this would be a bug of this package.
+        PassError: a layer was replaced after `prepare`, or a pass failed.
     """
     gm, pruner = find_one(model, "convert")
-    _refuse_more_than_wrapped(model, gm)
     refuse_sharded(gm)
+    refuse_more_than_wrapped(model, gm, pruner.example_inputs)
     pruner.check_unaveraged()
     _refuse_unpruned(gm, pruner)
     broken = _broken_weight(gm)
@@ -213,7 +217,7 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
         raise SpecError(f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec({rule})")
     if find(model) is not None:
         raise StateError("the model is prepared already; call convert(model), or prepare the original model")
-    _refuse_wrapped(model)
+    refuse_wrapped(model)
     spec.check_matches(dict(named_modules(model)))
     lazy = without_shape(model)
     if lazy is not None:
@@ -231,36 +235,18 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
         )
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Refuse what wraps a model to run it otherwise, which a graph would leave out without a word."""
-    kinds = [type(part) for part in model.modules()]
-    wrappers = [k.__name__ for k in kinds if k.__name__ in WRAPPERS and k.__module__.startswith("torch.")]
-    if wrappers:
-        raise StateError(
-            f"the model is wrapped by {wrappers[0]}, and a graph would do without that; prepare the model "
-            "itself, and wrap what prepare returns"
-        )
-
-
 def _broken_weight(model: nn.Module) -> str:
-    """The name of a parameter that is not finite, or the empty string."""
-    for name, parameter in model.named_parameters():
-        ranked = parameter.is_floating_point() and parameter.layout is torch.strided
-        if ranked and not all_finite(parameter):
+    """The name of a parameter, or of running statistics, that are not finite, or the empty string."""
+    norms = [name for name, module in named_modules(model) if isinstance(module, _NormBase)]
+    statistics = {
+        f"{name}.{which}".lstrip(".") for name in norms for which in ("running_mean", "running_var")
+    }
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in statistics]
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        ranked = tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta
+        if ranked and not all_finite(tensor):
             return name
     return ""
-
-
-def _refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule) -> None:
-    """A wrapper's only child is what it wraps; a module with more in it computes something else."""
-    while model is not gm:
-        children = list(model.children())
-        if len(children) != 1:
-            raise StateError(
-                f"{type(model).__name__} holds more than a prepared model, and convert would lose the rest; "
-                "call convert on the part that came from prepare"
-            )
-        model = children[0]
 
 
 def _refuse_unpruned(gm: fx.GraphModule, pruner: Pruner) -> None:

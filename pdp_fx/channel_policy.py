@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pdp_fx.ops.select import smallest
 from pdp_fx.ops.threshold import compute_dtype
@@ -35,11 +35,14 @@ class ChannelPolicy(MaskPolicy):
         self.producers = site.producers
         self.width = site.width
         self.parts = site.parts
+        self.set_tables()
+
+    def set_tables(self) -> None:
+        """Make the tables of places, which no checkpoint holds."""
         for index, part in enumerate(self.parts):
-            self.register_buffer(f"part_{index}", torch.tensor(part), persistent=False)
+            set_table(self, f"part_{index}", part)
         for index, producer in enumerate(self.producers):
-            places = torch.tensor(producer.places or (), dtype=torch.int64)
-            self.register_buffer(f"places_{index}", places, persistent=False)
+            set_table(self, f"places_{index}", producer.places or ())
 
     def forward(self, *weights: Tensor) -> Tensor:
         """Return the mask, shape (width,)."""
@@ -96,6 +99,16 @@ class ChannelPolicy(MaskPolicy):
 
     def extra_repr(self) -> str:
         return f"width={self.width}"
+
+
+def set_table(owner: nn.Module, name: str, places: tuple[int, ...]) -> None:
+    """Give a module a buffer of places that is not saved, or fill the one that it has."""
+    old, made = owner._buffers.get(name), torch.tensor(places, dtype=torch.int64)
+    if old is None or old.is_meta:
+        device = next((b.device for b in owner.buffers(recurse=False) if not b.is_meta), None)
+        owner.register_buffer(name, made.to(device), persistent=False)
+    else:
+        old.copy_(made)
 
 
 def _energy(weight: Tensor, axis: int) -> Tensor:

@@ -6,12 +6,13 @@ spec asks for.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from pdp_fx.allocation import uniform_share
-from pdp_fx.granularity import Rule, Unstructured, rule_text
+from pdp_fx.granularity import Channels, Rule, Unstructured, rule_text
 from pdp_fx.policy import MILLION, UNSET, MaskPolicy, NMPolicy, WeightPolicy
 
 
@@ -23,8 +24,8 @@ def other_targets(
 ) -> list[str]:
     """What is wrong with the targets of a checkpoint, as sentences.
 
-    Those of channels follow from the weights and the limits of every group, and are taken as they are; so
-    are those of a rule some of whose masks are not in the checkpoint.
+    Those of channels follow from the weights and the limits of every group, so that their rules are compared
+    instead (`seal`); those of a rule some of whose masks are not in the checkpoint are taken as they are.
 
     Args:
         masks: by name.
@@ -48,6 +49,20 @@ def other_targets(
                 f"{_amount(expected, pool[0][0])}"
             )
     return found
+
+
+def seal(rules: Mapping[str, Rule], allocation: str) -> int:
+    """A number for what the targets of channels follow from: the rule of each mask, and the allocation.
+
+    It is odd, and has 62 bits, so that a floating-point number cannot hold it.
+    """
+    lines = [
+        f"{name} {rule.ratio} {rule.mac_reduction} {rule.round_to} {rule.min_channels}\n"
+        for name, rule in rules.items()
+        if isinstance(rule, Channels)
+    ]
+    digest = hashlib.sha256("".join([f"{allocation}\n", *lines]).encode()).digest()
+    return 1 << 61 | int.from_bytes(digest[:8], "big") >> 3 | 1
 
 
 def _expected(rule: Rule, masks: list[WeightPolicy], uniform: bool) -> list[int]:

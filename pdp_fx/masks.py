@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pdp_fx.channel_policy import ChannelPolicy
+from pdp_fx.channel_policy import ChannelPolicy, set_table
 from pdp_fx.ops import gpu
 from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
@@ -158,7 +158,12 @@ class MaskLayout(nn.Module):
 
     def __init__(self, index: tuple[int, ...]) -> None:
         super().__init__()
-        self.register_buffer("index", torch.tensor(index), persistent=False)
+        self.places = index
+        self.set_tables()
+
+    def set_tables(self) -> None:
+        """Make the table of indices, which no checkpoint holds."""
+        set_table(self, "index", self.places)
 
     def forward(self, *masks: Tensor) -> Tensor:
         """Return the mask along the axis, shape (size of the axis,)."""

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.allocation import MacModel
+from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
-from pdp_fx.checkpoints import other_targets
+from pdp_fx.checkpoints import other_targets, seal
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.field_checks import described
+from pdp_fx.granularity import rule_text
+from pdp_fx.masks import MaskLayout
 from pdp_fx.planning import CHILD, Planner, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
 from pdp_fx.spec import Channels, PruneSpec, Rule
+from pdp_fx.tracing.preserve import preserved
 
 
 class Pruner(nn.Module):
@@ -29,6 +33,8 @@ class Pruner(nn.Module):
     Attributes:
         spec: the user's spec.
         counter: how often `step` was called, a 0-dim int64 buffer.
+        seal: a large odd number that stands for the rules of the channels, a 0-dim int64 buffer; averaging it
+            or casting it changes it.
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: how group masks are laid out along parameters that carry several groups.
         rules: the rule of each mask.
@@ -46,6 +52,7 @@ class Pruner(nn.Module):
     """
 
     counter: Tensor
+    seal: Tensor
 
     def __init__(self, spec: PruneSpec, example_inputs: Any) -> None:
         super().__init__()
@@ -64,12 +71,17 @@ class Pruner(nn.Module):
         self.tables: dict[str, str] = {}
         self.mac_model: MacModel | None = None
         self.register_buffer("counter", torch.tensor(0))
+        self.register_buffer("seal", torch.tensor(0))
         self.register_load_state_dict_pre_hook(_refuse_other_targets)
         self.register_load_state_dict_post_hook(_accept_dense_checkpoint)
         self.register_load_state_dict_post_hook(_advance_masks)
 
     def add(self, name: str, mask: MaskPolicy, rule: Rule) -> str:
         """Register a mask under a name made from ``name``, and return that name."""
+        if any(mask is other for other in self.masks.values()):
+            raise SpecError(
+                f"the policy of {rule_text(rule)} gives one mask for several weights; make one for each"
+            )
         key = re.sub(r"\W+", "_", name.removesuffix(")"))
         # A table of modules has attributes of its own, such as "values".
         while hasattr(self.masks, key):
@@ -121,8 +133,18 @@ class Pruner(nn.Module):
                 if update.__func__ is not MaskPolicy.update.__func__:
                     update(masks, [tuple(parameters_of(gm, mask)) for mask in masks], now)
 
+    def set_seal(self) -> None:
+        """Put the seal on the rules, once all masks are there."""
+        self.seal.fill_(seal(self.rules, self.spec.allocation))
+
     def check_unaveraged(self) -> None:
-        """Raise StateError if the counts are not those that the counter stands for."""
+        """Raise StateError if the seal is broken, or the counts are not those that the counter stands for."""
+        if self.seal.dtype != torch.int64 or int(self.seal) != seal(self.rules, self.spec.allocation):
+            raise StateError(
+                "the whole numbers of the schedule were averaged, cast to another type or edited; leave them "
+                "out of casts, and give an average the state of the model that it follows, "
+                "average.module.pdp.load_state_dict(model.pdp.state_dict())"
+            )
         for name, mask in self.mask_items():
             if not mask.planned:
                 continue
@@ -135,6 +157,12 @@ class Pruner(nn.Module):
                     "of the schedule was averaged or edited; give an average the state of the model that it "
                     "follows, average.module.pdp.load_state_dict(model.pdp.state_dict())"
                 )
+
+    def check_policies(self, gm: fx.GraphModule) -> None:
+        """Raise SpecError if a policy of the user's gives layers something that they cannot use."""
+        for _, mask in self.mask_items():
+            if not type(mask).__module__.startswith("pdp_fx."):
+                _check_given(mask, parameters_of(gm, mask))
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
@@ -154,6 +182,29 @@ class Pruner(nn.Module):
 
     def _plan(self, gm: fx.GraphModule) -> dict[str, int]:
         return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
+
+
+def _check_given(mask: MaskPolicy, weights: list[Tensor]) -> None:
+    """Call a mask once in each mode and look at what it gives."""
+    like = weights[0]
+    shape = (mask.width,) if isinstance(mask, ChannelPolicy) else tuple(like.shape)
+    for training, name in ((True, "soft"), (False, "hard")):
+        method = f"{type(mask).__name__}.{name}"
+        try:
+            with preserved(mask), torch.no_grad():
+                given: object = mask.train(training)(*weights)
+        except Exception as err:
+            raise SpecError(
+                f"{method} fails for {mask.parameters_read[0]}: {type(err).__name__}: {err}"
+            ) from err
+        if not isinstance(given, Tensor):
+            raise SpecError(f"{method} must give a tensor, got {described(given)}")
+        same = given.dtype == like.dtype or (isinstance(mask, ChannelPolicy) and given.is_floating_point())
+        if tuple(given.shape) != shape or not same:
+            raise SpecError(
+                f"{method} gives {given.dtype} of shape {tuple(given.shape)} for {mask.parameters_read[0]}; "
+                f"it must give {like.dtype} of shape {shape}"
+            )
 
 
 def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:
@@ -209,12 +260,28 @@ def _refuse_other_targets(
         errors.append("the spec has a tau_end and that of the checkpoint has none, or the other way round")
         return
     targets = {name: units[0] for name, units in saved.items()}
+    sealed = state.get(f"{prefix}seal")
+    channels = [name for name, mask in pruner.mask_items() if isinstance(mask, ChannelPolicy)]
+    begun = any(int(targets[name]) != UNSET for name in channels if name in targets)
+    if begun and sealed is not None and int(sealed) != seal(pruner.rules, pruner.spec.allocation):
+        errors.append(
+            "the checkpoint's channels follow other rules, or another allocation, than "
+            f"{_channel_rules(pruner)}; {_WAY_OUT.format(prefix)}"
+        )
     uniform = pruner.spec.allocation == "uniform"
     for reason in other_targets(pruner.mask_items(), pruner.rules, uniform, targets):
-        errors.append(
-            f"{reason}; prepare with the spec of the checkpoint, or leave out its keys that begin with "
-            f"'{prefix}' to load the weights alone"
-        )
+        errors.append(f"{reason}; {_WAY_OUT.format(prefix)}")
+
+
+_WAY_OUT = (
+    "prepare with the spec of the checkpoint, or leave out its keys that begin with '{}' to load the weights "
+    "alone"
+)
+
+
+def _channel_rules(pruner: Pruner) -> str:
+    texts = {rule_text(rule): None for rule in pruner.rules.values() if isinstance(rule, Channels)}
+    return ", ".join(texts)
 
 
 def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
@@ -229,5 +296,10 @@ def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
 
 
 def _advance_masks(module: nn.Module, incompatible: Any) -> None:
-    """Bring the counts in line with the targets and the counter."""
-    cast(Pruner, module).advance_masks()
+    """Bring the counts in line with the targets and the counter, and all that is not saved with the spec."""
+    pruner = cast(Pruner, module)
+    pruner.set_seal()
+    pruner.advance_masks()
+    for part in pruner.modules():
+        if isinstance(part, MaskLayout | ChannelPolicy):
+            part.set_tables()

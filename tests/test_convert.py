@@ -496,6 +496,83 @@ def test_a_module_that_holds_more_than_the_prepared_model_is_refused() -> None:
             pdp_fx.convert(more)
 
 
+class Calibrated(nn.Module):
+    """Computes more than the model in it, by a parameter of its own or without one."""
+
+    def __init__(self, inner: nn.Module, trained: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        if trained:
+            self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) / 2
+
+
+class Passes(nn.Module):
+    """Computes what the model in it computes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_wrapper_that_computes_more_is_refused() -> None:
+    model, x = net("mlp")
+    prepared = pruned(model, Unstructured(0.5), x)
+    for trained in (False, True):
+        with pytest.raises(StateError, match="Calibrated holds or does more than a prepared model"):
+            pdp_fx.convert(Calibrated(prepared, trained))
+    converted = pdp_fx.convert(Passes(nn.Sequential(prepared)))
+    assert torch.equal(converted(x), pdp_fx.convert(prepared)(x))
+
+
+def doubled(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def test_a_hook_that_changes_what_a_prepared_model_gives_is_refused() -> None:
+    model, x = net("mlp")
+    prepared = pruned(model, Unstructured(0.5), x)
+    seen: list[int] = []
+    looks = prepared.register_forward_hook(lambda module, inputs, output: seen.append(1))
+    pdp_fx.convert(prepared)
+    assert seen
+    looks.remove()
+    prepared.register_forward_hook(doubled)
+    with pytest.raises(StateError, match="as by a hook"):
+        pdp_fx.convert(prepared)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_running_statistics_that_became_nan_are_refused(broken: float) -> None:
+    model, x = net("conv")
+    prepared = pruned(model, Unstructured(0.5), x)
+    name = next(name for name, _ in prepared.named_buffers() if name.endswith("running_var"))
+    prepared.get_buffer(name)[0] = broken
+    with pytest.raises(StateError, match=f"{name} holds NaN .*: the training has diverged"):
+        pdp_fx.convert(prepared)
+
+
+@every_rule
+def test_a_schedule_that_was_averaged_or_cast_is_refused(rule: Rule) -> None:
+    model, x = net("conv")
+    prepared = pruned(model, rule, x)
+    average = copy.deepcopy(prepared)
+    for _ in range(3):
+        for mine, theirs in zip(average.state_dict().values(), prepared.state_dict().values(), strict=True):
+            mine.copy_(0.9 * mine + 0.1 * theirs)
+    with pytest.raises(StateError, match="were averaged, cast to another type or edited"):
+        pdp_fx.convert(average)
+    average.get_submodule("pdp").load_state_dict(prepared.get_submodule("pdp").state_dict())
+    pdp_fx.convert(average)
+    with pytest.raises(StateError, match="were averaged, cast to another type or edited"):
+        pdp_fx.convert(copy.deepcopy(prepared).type(torch.bfloat16))
+
+
 @every_rule
 def test_a_failed_verification_leaves_everything_untouched(
     rule: Rule, monkeypatch: pytest.MonkeyPatch

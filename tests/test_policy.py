@@ -318,3 +318,60 @@ def test_a_policy_compiles_into_one_graph(
     compiled = torch.compile(model.train(training), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
     torch.compiler.reset()
+
+
+class Forgets(WeightPolicy):
+    def soft(self, weight: Tensor) -> Tensor:  # pyright: ignore[reportReturnType]
+        torch.where(self.pruned(weight), 0.0, weight)
+
+
+class Flattens(WeightPolicy):
+    def soft(self, weight: Tensor) -> Tensor:
+        return weight.flatten()
+
+
+class Casts(WeightPolicy):
+    def soft(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def hard(self, weight: Tensor) -> Tensor:
+        return super().hard(weight).double()
+
+
+class Fails(WeightPolicy):
+    def soft(self, weight: Tensor) -> Tensor:
+        return weight @ weight
+
+
+class OneForAll(ChannelPolicy):
+    def soft(self, *weights: Tensor) -> Tensor:
+        return self.hard(*weights).mean()
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Unstructured(0.5, policy=Forgets), r"Forgets.soft must give a tensor, got None"),
+        (Unstructured(0.5, policy=Flattens), r"Flattens.soft gives .*\(24,\) for 0.weight; .*\(6, 4\)"),
+        (Unstructured(0.5, policy=Casts), r"Casts.hard gives torch.float64"),
+        (Unstructured(0.5, policy=Fails), r"Fails.soft fails for 0.weight: RuntimeError"),
+        (Channels(ratio=0.5, policy=OneForAll), r"OneForAll.soft gives .*\(\) .*\(6,\)"),
+    ],
+)
+def test_what_a_policy_gives_is_checked_before_the_training(rule: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    with pytest.raises(SpecError, match=message):
+        pdp_fx.prepare(model, PruneSpec(rule), torch.randn(2, 4))
+
+
+def test_one_mask_for_several_weights_is_refused() -> None:
+    made: list[WeightMask] = []
+
+    def single(site: MaskSite) -> WeightMask:
+        if not made:
+            made.append(WeightMask(site))
+        return made[0]
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    with pytest.raises(SpecError, match="gives one mask for several weights"):
+        pdp_fx.prepare(model, PruneSpec(Unstructured(0.5, policy=single)), torch.randn(2, 4))

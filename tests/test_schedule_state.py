@@ -134,6 +134,7 @@ def test_state_is_registered_in_graph_order() -> None:
     prepared = pdp_fx.prepare(model, at_once(Channels(ratio=0.5), {"fc": Unstructured(0.5)}), x)
     assert [name for name in prepared.state_dict() if name.startswith("pdp")] == [
         "pdp.counter",
+        "pdp.seal",
         "pdp.masks.fc_weight.units",
         "pdp.masks.stem_0.units",
         "pdp.masks.expand_0.units",

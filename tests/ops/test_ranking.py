@@ -165,3 +165,16 @@ def test_broken_weights_are_never_remembered_as_equal() -> None:
     weight.data.copy_(saved)
     found: Tensor = mask(weight)
     assert found.equal(whole)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 4.0, 1024.0])
+def test_doubles_that_were_all_scaled_are_ranked_anew(factor: float) -> None:
+    ranking, weight = (
+        Ranking(),
+        torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
+    before = ranking.around(weight, 2048)
+    for _ in range(12):
+        weight.data.mul_(factor)
+        before = tuple(factor * value for value in before)
+        assert ranking.around(weight, 2048) == before

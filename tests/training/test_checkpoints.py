@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pdp_fx
-from pdp_fx import NM, PruneSpec, StateError, Unstructured
+from pdp_fx import NM, Channels, PruneSpec, StateError, Unstructured
 from pdp_fx.spec import Rule
 from tests.training.nets import RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
 from tests.training.resumable import STEPS, run
@@ -202,3 +202,39 @@ def test_a_converted_model_is_not_a_prepared_one() -> None:
         training_step(model, optimizer, seed)
     with pytest.raises(StateError, match="prepare"):
         pdp_fx.step(pdp_fx.convert(model))
+
+
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [
+        (Channels(ratio=0.5), Channels(ratio=0.75)),
+        (Channels(mac_reduction=0.5), Channels(mac_reduction=0.7)),
+        (Channels(ratio=0.5), Channels(ratio=0.5, round_to=4)),
+        (Channels(ratio=0.5), Channels(ratio=0.5, min_channels=6)),
+    ],
+)
+def test_a_checkpoint_of_other_channels_is_refused_once_they_are_chosen(rule: Rule, other: Rule) -> None:
+    model = prepared(rule)
+    prepared(other).load_state_dict(model.state_dict())
+    pdp_fx.step(model)
+    pdp_fx.step(model)
+    with pytest.raises(RuntimeError, match=r"follow other rules, .* than Channels\(.*begin with 'pdp\.'"):
+        prepared(other).load_state_dict(model.state_dict())
+    again = prepared(rule)
+    again.load_state_dict(model.state_dict())
+    assert pruned_counts(again) == pruned_counts(model)
+
+
+@every_rule
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_that_was_emptied_is_whole_again_after_loading(rule: Rule, assign: bool) -> None:
+    model = stepped(rule)
+    emptied = prepared(rule).to("meta")
+    if not assign:
+        emptied.to_empty(device="cpu")
+        for buffer in emptied.buffers():
+            buffer.zero_()
+    emptied.load_state_dict(model.state_dict(), assign=assign)
+    x = batch(0)[0]
+    assert torch.equal(emptied.eval()(x), model.eval()(x))
+    assert torch.equal(pdp_fx.convert(emptied)(x), pdp_fx.convert(model)(x))

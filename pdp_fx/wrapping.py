@@ -1,0 +1,77 @@
+"""What wraps a model: a graph would leave it out, and convert would lose what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor, fx, nn
+
+from pdp_fx.errors import StateError
+from pdp_fx.example_inputs import fresh, matching, trial
+from pdp_fx.passes.verify_equivalence import relative_difference
+from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.structure import tensors
+
+RUNNERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
+"""Classes of torch that run a model on several devices or compiled; by name, for some take long to import."""
+
+_WRAPPERS = (*RUNNERS, "AveragedModel", "Sequential")
+"""Classes of torch that compute what their only child computes."""
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse what wraps a model to run it otherwise, which a graph would leave out without a word.
+
+    Raises:
+        StateError: the model is or holds such a wrapper.
+    """
+    kinds = [type(part) for part in model.modules()]
+    wrappers = [k.__name__ for k in kinds if k.__name__ in RUNNERS and k.__module__.startswith("torch.")]
+    if wrappers:
+        raise StateError(
+            f"the model is wrapped by {wrappers[0]}, and a graph would do without that; prepare the model "
+            "itself, and wrap what prepare returns"
+        )
+
+
+def refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule, inputs: Inputs | None) -> None:
+    """Refuse what computes more than the prepared model in it, for convert would lose that.
+
+    A wrapper has one child and nothing else of its own. One that is not torch's, and hooks on the prepared
+    model, must leave its outputs on the example inputs as they are.
+
+    Raises:
+        StateError: it computes more, as far as this shows.
+    """
+    whole, known = model, True
+    while model is not gm:
+        children = list(model.children())
+        of_torch = type(model).__module__.startswith("torch.") and type(model).__name__ in _WRAPPERS
+        own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+        if len(children) != 1 or (own and not of_torch):
+            _refuse(model)
+        model, known = children[0], known and of_torch
+    if inputs is None or (known and not gm._forward_hooks and not gm._forward_pre_hooks):
+        return
+    inputs = matching(inputs, gm)
+    got, wanted = _given(whole, gm, inputs), _given(gm.forward, gm, inputs)
+    if got is not None and (wanted is None or relative_difference(got, wanted) > 0):
+        _refuse(whole)
+
+
+def _given(call: Callable[..., Any], gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...] | None:
+    """What something around ``gm`` gives on its example inputs, or None if it does not take them."""
+    args, kwargs = fresh(inputs)
+    try:
+        with trial(gm):
+            return tuple(tensors(call(*args, **kwargs)))
+    except Exception:  # noqa: BLE001 a wrapper need not take what the model takes
+        return None
+
+
+def _refuse(model: nn.Module) -> NoReturn:
+    raise StateError(
+        f"{type(model).__name__} holds or does more than a prepared model, as by a hook, and convert would "
+        "lose the rest; call convert on the part that came from prepare, and hook what it returns"
+    )
