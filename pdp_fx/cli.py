@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser("demo", help="train, prune and convert a small net on handwritten digits")
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for models, table and plots")
-    demo.add_argument("--epochs", type=int, default=None, help="epochs of each training run")
-    demo.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    demo.add_argument("--epochs", type=_count, default=None, help="epochs of each training run")
+    demo.add_argument("--seeds", type=_count, default=3, help="number of seeds")
     demo.set_defaults(run=_demo)
     _add(commands, "graph", _graph, "print a model's graph; with a spec, as prepare rewrites it")
     _add(commands, "explain", _explain, "print what a spec prunes, what stays, and why")
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="as JSON"
     )
     _add(commands, "draw", _draw, "draw the channel groups (needs matplotlib)").add_argument(
-        "--out", type=Path, nargs="+", default=[Path("channels.svg")], help="files to write: .svg, .png"
+        "--out", type=_picture, nargs="+", default=[Path("channels.svg")], help="files to write: .svg, .png"
     )
     return parser
 
@@ -112,7 +112,10 @@ def _draw(given: argparse.Namespace) -> str:
 
 def _as_asked(given: argparse.Namespace, default: PruneSpec | None) -> nn.Module:
     """The model, prepared by the spec that was given or else by the default; as it is without one."""
-    model: nn.Module = given.model()
+    try:
+        model: nn.Module = given.model()
+    except Exception as err:
+        raise PdpError(f"the model cannot be made: {type(err).__name__}: {err}") from err
     spec = default if given.spec is None else PruneSpec.load(given.spec)
     return model if spec is None else prepare(model, spec, _inputs(given))
 
@@ -136,6 +139,18 @@ def _model(text: str) -> Callable[[], nn.Module]:
     return cast(Callable[[], nn.Module], made)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
+def _picture(text: str) -> Path:
+    if Path(text).suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} ends neither in .svg nor in .png")
+    return Path(text)
+
+
 def _tensor(text: str) -> Tensor:
     """A tensor of the shape and type that a text gives: normal random numbers, or zeros if they are whole."""
     sizes, _, name = text.partition(":")
@@ -148,4 +163,4 @@ def _tensor(text: str) -> Tensor:
         raise argparse.ArgumentTypeError(f"{text!r}: write the shape as 1x3x224x224 or 1x16:int64")
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

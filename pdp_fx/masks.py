@@ -47,9 +47,8 @@ class Tempered(MaskPolicy):
     def advance(self, share: float) -> None:
         super().advance(share)
         if self.tau.end is not None:
-            self._number.fill_(self.tau.at(share))
+            self._number().fill_(self.tau.at(share))
 
-    @property
     def _number(self) -> Tensor:
         """The number in a tau that changes, as it is now: 0-dim float64, a view."""
         return self.units[2].view(torch.float64)
@@ -58,7 +57,7 @@ class Tempered(MaskPolicy):
         """The tau for these weights (or channel scores) now: a constant of the step, read without waiting."""
         if self.tau.constant:
             return self.tau.start
-        number = self.tau.start if self.tau.end is None else self._number
+        number = self.tau.start if self.tau.end is None else self._number()
         if not self.tau.relative:
             return number
         norm = cast(Tensor, torch.linalg.vector_norm(weight.detach(), dtype=compute_dtype(weight.dtype)))

@@ -15,7 +15,7 @@ from pdp_fx.masks import MaskLayout
 from pdp_fx.ops.explicit import mask_axis
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
-from pdp_fx.pruner import units_pruned
+from pdp_fx.pruner import find, units_pruned
 from pdp_fx.trace import trace
 from pdp_fx.tracing.examples import ExampleInputs
 
@@ -30,7 +30,7 @@ def print_graph(model: nn.Module, example_inputs: ExampleInputs | None = None) -
     """Print the graph of ``model``, one line a node; a plain module is traced first.
 
     Args:
-        model: a prepared or converted model, or any module.
+        model: a prepared model, also inside a wrapper, a converted one, or any module.
         example_inputs: what to run the model on, for the shapes of a model that was not prepared with
             example inputs, and where a plain module cannot be traced without a run.
     """
@@ -43,6 +43,9 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
     Names and order are those of the graph. The nodes that compute or apply a mask are marked with a star,
     and the mask column says how much they prune now; of other nodes it says what they read masked.
     """
+    prepared = find(model)
+    if prepared is not None:
+        model = prepared[0]
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     inputs = normalised(example_inputs)
     measured = {} if inputs is None else shapes(gm, matching(inputs, gm))

@@ -115,6 +115,9 @@ def test_a_spec_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str], 
         (["graph", CONV, "--input", "2x3x"], "write the shape as"),
         (["graph", CONV, "--input", "2x3:nothing"], "write the shape as"),
         (["graph", CONV, "--input", "0x3"], "write the shape as"),
+        (["demo", "--epochs", "0"], "no whole number from 1 on"),
+        (["demo", "--seeds", "-1"], "no whole number from 1 on"),
+        (["draw", CONV, "--out", "channels.gif"], "ends neither in .svg nor in .png"),
         ([], "required"),
     ],
 )
@@ -125,6 +128,11 @@ def test_wrong_arguments_are_told(
         main(arguments)
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_made_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "torch.nn:Linear"]) == 1
+    assert "the model cannot be made: TypeError" in capsys.readouterr().err
 
 
 def test_the_package_runs_as_a_module(

@@ -123,3 +123,8 @@ def test_graph_diff_shows_what_each_pass_has_changed() -> None:
     pdp_fx.convert(model, on_pass=note)
     assert "call_module[target=bn]" in diffs["fold-batch-norm"]
     assert diffs["verify-equivalence"] == ""
+
+
+def test_a_wrapped_model_prints_like_the_prepared_one_in_it() -> None:
+    prepared = pdp_fx.prepare(nn.Linear(4, 4), PruneSpec(Unstructured(0.5)), torch.randn(2, 4))
+    assert graph_text(nn.Sequential(prepared)) == graph_text(prepared)

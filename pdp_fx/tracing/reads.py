@@ -11,7 +11,7 @@ from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.source import source_line, user_frame
-from pdp_fx.tracing.steps import Expr, NumberReadError, Step, UnrecordableError, Value, is_data
+from pdp_fx.tracing.steps import Expr, NumberReadError, Step, UnrecordableError, Value, is_data, is_input
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -118,7 +118,28 @@ def _dtype(recorder: Recorder, tensor: torch.Tensor) -> torch.dtype:
     """The dtype; which tensor it was read from is noted, for calls that are given it."""
     dtype: torch.dtype = recorder.run(getattr, (tensor, "dtype"), {})
     recorder.dtypes.note(dtype, recorder.origins.value(tensor), len(recorder.steps))
+    _hold_kind(recorder, tensor, dtype)
     return dtype
+
+
+def _is_floating_point(recorder: Recorder, tensor: torch.Tensor) -> bool:
+    _hold_kind(recorder, tensor, recorder.run(getattr, (tensor, "dtype"), {}))
+    return recorder.run(torch.is_floating_point, (tensor,), {})
+
+
+def _hold_kind(recorder: Recorder, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let the graph fail if an input whose dtype the model asks for has numbers of another kind.
+
+    A mask of booleans says what to look at or what to leave out, one of numbers is added.
+    """
+    value = recorder.origins.value(tensor)
+    if is_input(value):
+        kind = "floating-point" if dtype.is_floating_point else "other than floating-point"
+        message = (
+            f"{source_line()} asks for the dtype of an input, whose numbers are {kind} in this graph; trace "
+            "with example_inputs of the kind that you need"
+        )
+        recorder.hold(Expr("is_floating_point", (value,)), dtype.is_floating_point, message)
 
 
 def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
@@ -169,6 +190,7 @@ _READS: dict[str, Call] = {
     "is_same_size": _is_same_size,
     "device": _device,
     "dtype": _dtype,
+    "is_floating_point": _is_floating_point,
     "item": _item,
     "__bool__": _truth,
     "data": _data,

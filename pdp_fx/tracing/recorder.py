@@ -23,6 +23,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
+from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Session, live, note_fixed
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
@@ -32,6 +33,7 @@ from pdp_fx.tracing.steps import (
     Scope,
     Step,
     UnrecordableError,
+    Value,
     Whole,
     identity,
     is_data,
@@ -197,6 +199,13 @@ class Recorder:
         self.steps.append(
             Step("call_function", torch._assert, (fact, message), {}, self.scope, source, decides=True)
         )
+
+    def hold(self, value: Value, found: Any, message: str) -> None:
+        """Let the graph fail, with the message, where a value is another."""
+        fact = identity(Expr(operator.eq, (value, found)))
+        if not self.inside and fact not in self._decided:
+            self._decided.add(fact)
+            self.steps.append(check_step([(value, found)], message, self.scope, source_line()))
 
     def finish(self, result: Any) -> Recording:
         """The recording of a run that is over and gave this result."""

@@ -7,6 +7,7 @@ only where a step uses them, so two recordings of one model differ in their step
 differently.
 """
 
+import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -201,6 +202,13 @@ def varies(value: Any) -> bool:
     if isinstance(value, Step):
         return value.varies
     return isinstance(value, Expr) and any(varies(arg) for arg in value.args)
+
+
+def is_input(value: Any) -> bool:
+    """Whether a value is an input of the model, or a part of one."""
+    while isinstance(value, Expr) and value.call in (operator.getitem, getattr):
+        value = value.args[0]
+    return isinstance(value, Step) and value.op == "placeholder"
 
 
 def may_change(fact: Expr) -> bool:

@@ -244,3 +244,33 @@ def test_wrong_shapes_are_the_models_own_failure() -> None:
     with pytest.raises(TraceError, match="the model itself fails on the example inputs in eval mode") as info:
         trace(model, torch.randn(2, 5))
     assert isinstance(info.value.__cause__, RuntimeError)
+
+
+class Masked(nn.Module):
+    """Attention with a mask, which may be of booleans or of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+class Asks(nn.Module):
+    """Asks a part of its input for its kind."""
+
+    def forward(self, x: Tensor, masks: dict[str, Tensor]) -> Tensor:
+        return x + masks["mask"] if masks["mask"].is_floating_point() else x * masks["mask"]
+
+
+@pytest.mark.parametrize("kind", ["attention", "part"])
+def test_a_mask_of_another_kind_is_refused(kind: str) -> None:
+    x, booleans = torch.randn(2, 3, 4), torch.ones(3, 3, dtype=torch.bool).triu(1)
+    numbers = torch.zeros(3, 3).masked_fill(booleans, -torch.inf)
+    model = Masked() if kind == "attention" else Asks()
+    wide = {"attention": lambda mask: mask, "part": lambda mask: {"mask": mask[:, :1]}}[kind]
+    for one, other in ((booleans, numbers), (numbers, booleans)):
+        gm = exact(model, (x, wide(one)))
+        with pytest.raises(AssertionError, match="asks for the dtype of an input"):
+            gm(x, wide(other))
