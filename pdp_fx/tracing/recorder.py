@@ -172,6 +172,10 @@ class Recorder:
 
         A buffer that it replaced by another tensor is, in the graph, overwritten.
         """
+        new = next((name for name in module._buffers if name not in buffers), None)
+        if new is not None:
+            why = f"adds a buffer {new} in its forward, which a run before tracing would have added"
+            raise UnrecordableError(why, Whole(self.scope.path))
         for name, before in buffers.items():
             after = module._buffers.get(name)
             if after is before:

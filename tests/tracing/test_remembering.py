@@ -81,3 +81,34 @@ def test_a_forward_that_acts_by_what_it_has_kept_is_refused(model: nn.Module, na
 
 def test_what_is_kept_for_others_changes_nothing() -> None:
     assert not opaque(exact(Around(Notes()), torch.randn(3, 4), torch.randn(5, 4)))
+
+
+class Grows(nn.Module):
+    """A table in a buffer that is made when it is first needed, and again for longer inputs."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.length = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            table = torch.arange(self.length).to(x).cos()[:, None]
+            self.register_buffer("table", table, persistent=False)
+        return self.layer(x) * self.table[: x.shape[1]]
+
+
+def test_a_module_that_adds_a_buffer_is_kept_whole() -> None:
+    model = Around(Grows())
+    gm = exact(model, torch.randn(2, 3, 4))
+    assert "adds a buffer table in its forward" in opaque(gm)["inner"]
+    for length in (3, 5, 2):
+        x = torch.randn(2, length, 4)
+        assert torch.equal(gm(x), model(x))
+    with pytest.raises(TraceError, match="adds a buffer table in its forward, which a run before"):
+        trace(Grows(), torch.randn(2, 3, 4))
+    warm = Grows()
+    warm(torch.randn(2, 3, 4))
+    assert not opaque(exact(warm, torch.randn(2, 3, 4)))
