@@ -61,17 +61,27 @@ def _check_other_numbers(
     Raises:
         TraceError: something gets past the graph.
     """
-    reading = {step.called for step in recordings.alignment.in_eval.steps if step.reads_numbers}
-    for other in example.with_other_numbers() if reading else ():
-        wanted, got = tried(model, other, False), tried(gm, other, False, model)
-        # A model need not take what is made up, and a graph may say that it holds for its example only.
-        problem = wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
-        if problem:
-            raise TraceError(
-                f"the graph of {type(model).__name__} was discarded: with other numbers than the example's "
-                f"it {problem}. What is kept whole ({', '.join(sorted(reading))}) must leave a number of its "
-                "data where the model finds it past the graph; let it return that in a tensor"
-            )
+    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
+    for training, recording in by_mode.items():
+        reading = {step.called for step in recording.steps if step.reads_numbers}
+        for other in example.with_other_numbers() if reading else ():
+            problem = _problem_with(gm, model, other, training)
+            if problem:
+                raise TraceError(
+                    f"the graph of {type(model).__name__} was discarded: with other numbers than the "
+                    f"example's it {problem} in {MODES[training]} mode. What is kept whole "
+                    f"({', '.join(sorted(reading))}) must leave a number of its data where the model finds "
+                    "it past the graph; let it return that in a tensor"
+                )
+
+
+def _problem_with(gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool) -> str:
+    """How the graph differs on an example that is made up; empty if one of the two does not take it.
+
+    A model need not, and a graph may say that it holds for what it was traced with only.
+    """
+    wanted, got = tried(model, other, training), tried(gm, other, training, model)
+    return wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
 
 
 def reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:

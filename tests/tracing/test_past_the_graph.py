@@ -175,6 +175,18 @@ def test_a_number_in_an_attribute_of_a_part_is_refused(example: Tensor) -> None:
         trace(Looks(), example)
 
 
+class LooksInTraining(Looks):
+    """Looks for it in training only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else self.part.layer(x)
+
+
+def test_a_number_that_gets_past_the_graph_in_training_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"in training mode. What is kept whole \(part\)"):
+        trace(LooksInTraining(), torch.randn(3, 4))
+
+
 def test_whole_numbers_are_tried_too() -> None:
     class Embeds(nn.Module):
         def __init__(self) -> None:
