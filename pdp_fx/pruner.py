@@ -137,9 +137,13 @@ class Pruner(nn.Module):
         """Put the seal on the rules, once all masks are there."""
         self.seal.fill_(seal(self.rules, self.spec.allocation))
 
+    def is_seal(self, number: Tensor) -> bool:
+        """Whether a number is the seal on these rules, and a whole one."""
+        return number.dtype == torch.int64 and int(number) == seal(self.rules, self.spec.allocation)
+
     def check_unaveraged(self) -> None:
         """Raise StateError if the seal is broken, or the counts are not those that the counter stands for."""
-        if self.seal.dtype != torch.int64 or int(self.seal) != seal(self.rules, self.spec.allocation):
+        if not self.is_seal(self.seal):
             raise StateError(
                 "the whole numbers of the schedule were averaged, cast to another type or edited; leave them "
                 "out of casts, and give an average the state of the model that it follows, "
@@ -263,7 +267,7 @@ def _refuse_other_targets(
     sealed = state.get(f"{prefix}seal")
     channels = [name for name, mask in pruner.mask_items() if isinstance(mask, ChannelPolicy)]
     begun = any(int(targets[name]) != UNSET for name in channels if name in targets)
-    if begun and sealed is not None and int(sealed) != seal(pruner.rules, pruner.spec.allocation):
+    if begun and sealed is not None and not pruner.is_seal(sealed):
         errors.append(
             "the checkpoint's channels follow other rules, or another allocation, than "
             f"{_channel_rules(pruner)}; {_WAY_OUT.format(prefix)}"

@@ -23,7 +23,7 @@ from pdp_fx.tracing.steps import (
     Whole,
     is_ragged,
 )
-from pdp_fx.tracing.structure import is_record, plain_leaves, record_fields, tensors
+from pdp_fx.tracing.structure import is_record, plain_leaves, tensors
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -126,8 +126,9 @@ def _whole(
 
 def _check_numbers(step: Step, result: Any) -> None:
     """Refuse numbers in the result of a step that has read numbers in tensors: they would be constants."""
-    records = record_fields(result).values() if is_record(result) else ()
-    if any(isinstance(leaf, bool | int | float) for leaf in (*leaves(result), *leaves(list(records)))):
+    # A record's number may be its default by chance.
+    found = plain_leaves(result) if is_record(result) else leaves(result)
+    if any(isinstance(leaf, bool | int | float) for leaf in found):
         raise UnrecordableError(f"gets a number from {step.called} that depends on numbers in a tensor")
 
 

@@ -35,6 +35,16 @@ class ExampleCall:
         first = next(tensors((self.args, self.kwargs)), None)
         return first.shape[0] if first is not None and first.ndim else 0
 
+    @property
+    def has_places_elsewhere(self) -> bool:
+        """Whether there are whole numbers that do not live on the CPU.
+
+        Indices beyond the end are an error on the CPU, but on a GPU the end of all work there, so such a call
+        is not tried with numbers or sizes that are made up.
+        """
+        given = tensors((self.args, self.kwargs))
+        return any(tensor.device.type != "cpu" and not tensor.is_floating_point() for tensor in given)
+
     def others(self) -> "Iterator[ExampleCall]":
         """Calls with another batch size that begin with the same example, the likeliest first.
 
@@ -59,6 +69,8 @@ class ExampleCall:
 
     def with_other_numbers(self) -> "Iterator[ExampleCall]":
         """Calls with numbers drawn from those of this one; floats are scaled, and in every other moved."""
+        if self.has_places_elsewhere:
+            return
         for seed in range(TRIALS):
             generator, moved = torch.Generator().manual_seed(seed), seed % 2 == 1
             yield self._mapped(lambda leaf, g=generator, moved=moved: _drawn_from(leaf, g, moved))
@@ -130,9 +142,10 @@ def _drawn_from(leaf: Any, generator: torch.Generator, moved: bool) -> Any:
     """Numbers drawn from those of a tensor; where these are all the same, others beside them."""
     if not isinstance(leaf, torch.Tensor) or not leaf.numel():
         return leaf
-    numbers = leaf.detach().flatten()
-    places, shares = (torch.rand(len(numbers), generator=generator).to(leaf.device) for _ in range(2))
-    drawn, constant = numbers[(places * len(numbers)).long()], bool((numbers == numbers[0]).all())
+    numbers, count = leaf.detach().flatten(), leaf.numel()
+    places = torch.randint(count, (count,), generator=generator).to(leaf.device)
+    shares = torch.rand(count, generator=generator).to(leaf.device)
+    drawn, constant = numbers[places], bool((numbers == numbers[0]).all())
     if leaf.is_floating_point():
         drawn = (drawn + shares if constant else drawn * (0.5 + shares)).to(leaf.dtype)
         drawn = drawn - drawn[0] if moved else drawn

@@ -7,7 +7,6 @@ from torch import fx, nn
 from pdp_fx.tracing.exact import MODES
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.verify import tried
 
 _log = logging.getLogger(__name__)
@@ -18,11 +17,9 @@ def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
     A size may have gone through code that makes a plain number of it unseen, as ``0.5 * x.shape[1]`` does:
     Python asks the number on the left first. Each size is tried at the first other that the model takes; a
-    graph that fails there says so itself. Indices beyond the end of what was cut are an error on the CPU, but
-    on a GPU the end of all work there, so whole numbers that live there are not tried.
+    graph that fails there says so itself. Whole numbers on a GPU are not tried.
     """
-    given = tensors((example.args, example.kwargs))
-    if any(tensor.device.type != "cpu" and not tensor.is_floating_point() for tensor in given):
+    if example.has_places_elsewhere:
         return frozenset()
     return frozenset(size for size in sorted(example.sizes()) if _is_wrong_beside(gm, model, example, size))
 

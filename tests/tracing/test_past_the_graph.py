@@ -136,6 +136,13 @@ def test_a_number_that_gets_past_the_graph_is_refused(kind: type[nn.Module]) -> 
         trace(kind(), torch.randn(3, 4))
 
 
+def test_a_number_that_is_the_default_of_its_record_is_refused_too() -> None:
+    model = ByRecord()
+    nn.init.constant_(model.layer.bias, -100.0)
+    with pytest.raises(TraceError, match="gets a number from counted"):
+        trace(model, torch.randn(3, 4))
+
+
 @pytest.mark.parametrize("kind", SEEN)
 def test_the_module_around_it_is_kept_whole(kind: type[nn.Module]) -> None:
     model = Around(kind())
