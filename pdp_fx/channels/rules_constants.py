@@ -8,6 +8,7 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_layout import free_layer
+from pdp_fx.tracing.structure import flat_tensors
 
 aten = torch.ops.aten
 
@@ -42,13 +43,26 @@ def unset(call: Call, flow: LabelFlow) -> None:
     flow.put(result, [free_layer(result, axis, False, flow) for axis, n in enumerate(result.shape) if n > 1])
 
 
-@rule(
-    aten.rand, aten.randn, aten.randint,
-    aten.rand_like, aten.randn_like, aten.randperm,
-)  # fmt: skip
-def unknown_values(call: Call, flow: LabelFlow) -> None:
-    """Random numbers carry no channels."""
+@rule(aten.randint, aten.randperm)
+def drawn_places(call: Call, flow: LabelFlow) -> None:
+    """Random places carry no channels."""
     flow.put(call.result, ())
+
+
+@rule(
+    aten.rand, aten.randn, aten.rand_like, aten.randn_like,
+    aten.bernoulli, aten.bernoulli_, aten.normal, aten.normal_, aten.uniform_, aten.exponential_,
+    aten.native_dropout,
+)  # fmt: skip
+def drawn(call: Call, flow: LabelFlow) -> None:
+    """Each number is drawn in its turn, so that none can be left out."""
+    why = "random numbers are drawn here in eval mode, too, and for fewer channels they would be others"
+    flow.freeze_all(call.tensors(), why)
+    for result in flat_tensors(call.result):
+        layers = [free_layer(result, axis, False, flow) for axis, n in enumerate(result.shape) if n > 1]
+        for layer in layers:
+            flow.freeze(layer.ids, why)
+        flow.put(result, layers)
 
 
 @rule(aten.zero_, aten.fill_)

@@ -71,6 +71,7 @@ class Writer:
         target = self._method(step.target) if isinstance(step.target, Whole) else step.target
         if gate is None:
             node = self._node(step.op, target, args, kwargs)
+            self._reach_after(node)
         elif step.op == "call_method" and step.reason:
             bound = self.expression(getattr, (args[0], target), {})
             node = self._gated("call_function", operator.call, (bound, *args[1:]), kwargs, gate)
@@ -132,6 +133,12 @@ class Writer:
         with self.graph.inserting_after(self._tails.get(anchor, anchor)):
             node = self._tails[anchor] = self._node(op, call, args, kwargs)
         return node
+
+    def _reach_after(self, node: fx.Node) -> None:
+        """Let parts of what this node checks the length of be reached for behind it only."""
+        if node.target is torch._assert:
+            for length in _lengths(node.args[0]):
+                self._tails[length.all_input_nodes[0]] = node
 
     def flag(self, owner: str) -> fx.Node:
         """Whether a module is in training mode."""
@@ -208,6 +215,13 @@ def _nodes(args: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     map_arg(args, found.append)
     return found
+
+
+def _lengths(condition: Any) -> list[fx.Node]:
+    """Where a condition asks how long containers that are no inputs are."""
+    asked = condition.all_input_nodes if isinstance(condition, fx.Node) else []
+    lengths = [node for node in asked if node.target is operator.length_hint]
+    return [node for node in lengths if node.all_input_nodes[0].op != "placeholder"]
 
 
 def _hashable(arg: Any) -> Any:

@@ -293,6 +293,26 @@ class AddedToInput(nn.Module):
         return self.head(F.relu(self.last(x + self.stem(x))))
 
 
+class DrawsLike(Between):
+    """Draws a number for each channel in eval mode, too, as dropout does that is never switched off.
+
+    Here and below whatever is drawn keeps everything, so that outputs can be compared.
+    """
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) < 2)
+
+
+class DrawsTruths(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(torch.ones_like(x))
+
+
+class DrawsInPlace(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return x + torch.empty_like(x).uniform_(0, 1e-300)
+
+
 class ReturnsFeatures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -453,6 +473,9 @@ REFUSALS = (
     Construct(
         AddedToInput, images(), removed=4, reason="add joins these channels with values that have none"
     ),
+    Construct(DrawsLike, images(), removed=3, reason="random numbers are drawn here"),
+    Construct(DrawsTruths, images(), removed=3, reason="random numbers are drawn here"),
+    Construct(DrawsInPlace, images(), removed=3, reason="random numbers are drawn here"),
     Construct(ReturnsFeatures, images(), removed=3, reason="the model returns these channels"),
     Construct(ReturnsWidth, images(), removed=3, reason="the model returns how many of these channels"),
     Construct(LogarithmOfChannels, images(), removed=3, reason="log of 0 is no finite number"),

@@ -81,10 +81,9 @@ class Loops(nn.Module):
 @pytest.mark.parametrize("how", ["range", "split", "unbind", "iterate"])
 def test_a_loop_over_a_size_fails_for_another_size_rather_than_to_leave_out_the_rest(how: str) -> None:
     gm = exact(Loops(how), torch.randn(2, 3, 4), torch.randn(5, 3, 4))
-    with pytest.raises(AssertionError, match=r"test_casts.py:\d+ goes up to 3 in this graph"):
-        gm(torch.randn(2, 5, 4))
-    with pytest.raises((AssertionError, IndexError)):
-        gm(torch.randn(2, 2, 4))
+    for length in (5, 2):
+        with pytest.raises(AssertionError, match=r"test_casts.py:\d+ goes up to 3 in this graph"):
+            gm(torch.randn(2, length, 4))
 
 
 class InParts(nn.Module):
