@@ -127,15 +127,18 @@ def _trace_until_nothing_lasts(
 def _traced(
     model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
 ) -> fx.GraphModule:
+    """Trace; where that fails, with less that is alive.
+
+    Code may ask whether a type is int itself, and Python may make a plain number of a size that depends on
+    data.
+    """
     try:
         return _trace_by_recording(model, example, findings, watch)
     except Exception:
-        if not findings.casts:
+        plainer = findings.plainer()
+        if plainer is None:
             raise
-        # Code may ask whether a type is int itself.
-        without_casts = findings.anew()
-        without_casts.casts = None
-        return _trace_by_recording(model, example, without_casts, watch)
+    return _traced(model, example, plainer, watch)
 
 
 def _for_other_batches(

@@ -9,6 +9,7 @@ into a computation.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -101,6 +102,7 @@ def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:
     other = node.args[1] if len(node.args) > 1 else node.kwargs["other"]
     given = flow.record.values.get(other.name, ()) if isinstance(other, fx.Node) else ()
     theirs = {layer.support: layer for value in given for layer in value.layers}
+    flow.put(result, _widened_alike(flow.layers(result), theirs.values()))
     alone: list[Layer] = []
     for layer in flow.layers(result):
         like = theirs.pop(layer.support, None)
@@ -110,6 +112,22 @@ def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:
             flow.bind(layer.ids, like.ids)
     for layer in [*alone, *theirs.values()]:
         flow.freeze(layer.ids, f"{node.target} takes the sizes of a tensor with other channels")
+
+
+def _widened_alike(layers: Iterable[Layer], theirs: Iterable[Layer]) -> list[Layer]:
+    """Layers in which several that hold one value each are one, along the axes of one of those of another."""
+    layers = list(layers)
+    for like in theirs:
+        inside = [layer for layer in layers if layer.free and layer.support <= like.support]
+        covered = frozenset[int]().union(*(layer.support for layer in inside))
+        if (
+            len(inside) > 1
+            and covered == like.support
+            and all(layer.ids.numel() == like.ids.shape[axis] for layer in inside for axis in layer.support)
+        ):
+            layers = [layer for layer in layers if all(layer is not each for each in inside)]
+            layers.append(Layer(like.ids, torch.zeros_like(like.zero), free=True))
+    return layers
 
 
 def _why_not(gm: fx.GraphModule, node: fx.Node) -> str:

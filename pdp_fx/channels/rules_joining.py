@@ -9,7 +9,7 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, shaped
 from pdp_fx.channels.record import Call, Sized
 from pdp_fx.channels.rules_layout import laid_out_anew
-from pdp_fx.channels.rules_pointwise import BARE_REMEDY
+from pdp_fx.channels.rules_pointwise import BARE_REMEDY, meeting
 
 aten = torch.ops.aten
 
@@ -76,12 +76,11 @@ def _without_bare_axes(across: list[list[Layer]], flow: LabelFlow) -> list[list[
 
     Of channels that lie along two axes, such as those of heads, whole slices across it can still go.
     """
-    while True:
-        covered = [frozenset[int]().union(*(layer.support for layer in layers)) for layers in across]
-        bare = frozenset[int]().union(*covered) - covered[0].intersection(*covered)
-        if not bare:
-            return across
-        across = [flow.all_without(layers, bare, BARE, BARE_REMEDY) for layers in across]
+
+    def bare(covered: list[frozenset[int]]) -> frozenset[int]:
+        return frozenset[int]().union(*covered) - covered[0].intersection(*covered)
+
+    return meeting(across, bare, BARE, flow)
 
 
 def _piece(found: list[Layer], tensor: Tensor, axis: int, flow: LabelFlow) -> Layer:

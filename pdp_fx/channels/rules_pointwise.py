@@ -7,6 +7,7 @@ run on small tensors, with 0 in the operands that vanish and other values everyw
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -105,48 +106,58 @@ def lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:
 
 def _avoid_bare_values(
     operands: list[Tensor], lifted: list[tuple[Layer, ...]], call: Call, flow: LabelFlow
-) -> list[tuple[Layer, ...]]:
+) -> list[list[Layer]]:
     """Drop nothing along an axis on which another operand has values but no labels."""
-    why = f"{call.func.overloadpacket.__name__} joins these channels with values that have none"
     ndim = call.result.ndim
     sizes = [(1,) * (ndim - operand.ndim) + tuple(operand.shape) for operand in operands]
-    while True:
-        covered = [frozenset[int]().union(*(layer.support for layer in layers)) for layers in lifted]
-        bare = [
-            {axis for axis in range(ndim) if size[axis] > 1} - cover
-            for size, cover in zip(sizes, covered, strict=True)
-        ]
-        blocked = frozenset[int]().union(*bare)
-        stops = [[blocked | _inner_axes(layer, lifted) for layer in layers] for layers in lifted]
-        pairs = [list(zip(layers, stop, strict=True)) for layers, stop in zip(lifted, stops, strict=True)]
-        if not any(layer.support & stop for pair in pairs for layer, stop in pair):
-            return lifted
-        kept = [[flow.without(layer, stop, why, BARE_REMEDY) for layer, stop in pair] for pair in pairs]
-        lifted = [tuple(_sourced(layer) for layer in layers if layer is not None) for layers in kept]
+
+    def bare(covered: list[frozenset[int]]) -> frozenset[int]:
+        wide = [{axis for axis in range(ndim) if size[axis] > 1} for size in sizes]
+        return frozenset[int]().union(*(axes - cover for axes, cover in zip(wide, covered, strict=True)))
+
+    why = f"{call.func.overloadpacket.__name__} joins these channels with values that have none"
+    return meeting(lifted, bare, why, flow)
 
 
-def _inner_axes(layer: Layer, lifted: list[tuple[Layer, ...]]) -> frozenset[int]:
-    """Axes of a layer that lies along several, where another operand has labels along just one.
+def meeting(
+    operands: Iterable[Iterable[Layer]],
+    bare: Callable[[list[frozenset[int]]], frozenset[int]],
+    why: str,
+    flow: LabelFlow,
+) -> list[list[Layer]]:
+    """The layers of operands that meet, with nothing to drop along axes on which one has none.
 
     Channels inside a head that meet values shared by all heads stay; heads, the outer axis, can go.
+
+    Args:
+        operands: the layers of each.
+        bare: along which axes nothing can go, given the axes along which each operand has layers.
+        why: said of channels that stay because of it.
+        flow: the labels.
     """
-    if len(layer.support) < 2:
-        return frozenset()
-    single = frozenset[int]().union(
-        *(other.support for layers in lifted for other in layers if len(other.support) == 1)
-    )
-    return layer.support & single - {min(layer.support)}
+    kept = [list(layers) for layers in operands]
+    while True:
+        blocked = bare([frozenset[int]().union(*(layer.support for layer in layers)) for layers in kept])
+        single = frozenset[int]().union(
+            *(layer.support for layers in kept for layer in layers if len(layer.support) == 1)
+        )
+        stops = [[blocked | _inner_axes(layer) & single for layer in layers] for layers in kept]
+        pairs = [list(zip(layers, stop, strict=True)) for layers, stop in zip(kept, stops, strict=True)]
+        if not any(layer.support & stop for pair in pairs for layer, stop in pair):
+            return kept
+        fewer = [[flow.without(layer, stop, why, BARE_REMEDY) for layer, stop in pair] for pair in pairs]
+        kept = [[layer for layer in layers if layer is not None] for layers in fewer]
 
 
-def _sourced(layer: Layer) -> Layer:
-    """The layer with itself as its one source, as `_merge` wants it."""
-    return layer if len(layer.needs) == 1 else Layer(layer.ids, layer.zero, (layer,), free=layer.free)
+def _inner_axes(layer: Layer) -> frozenset[int]:
+    """All axes of a layer but the outermost."""
+    return layer.support - {min(layer.support, default=0)}
 
 
 Member = tuple[int, Layer]
 
 
-def _clusters(lifted: list[tuple[Layer, ...]]) -> list[list[Member]]:
+def _clusters(lifted: list[list[Layer]]) -> list[list[Member]]:
     """Collect layers, with the number of their operand, whose axes overlap."""
     clusters: list[list[Member]] = []
     for operand, layers in enumerate(lifted):

@@ -53,9 +53,10 @@ def exact_graph(
 def _check_other_numbers(
     gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
 ) -> None:
-    """Check that nothing which a part that is kept whole finds out of its data gets past the graph.
+    """Check that no number which the model finds in its data gets past the graph.
 
-    Such a part may leave a number somewhere, and the model may look for it there: then the number of the
+    What is kept whole may leave a number somewhere, and the model may look for it there; or Python may make a
+    plain number of a size that depends on data, as to pick something from a list. Then the number of the
     example would be a constant of the graph. Other numbers show that.
 
     Raises:
@@ -63,15 +64,14 @@ def _check_other_numbers(
     """
     by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
     for training, recording in by_mode.items():
-        reading = {step.called for step in recording.steps if step.reads_numbers}
+        reading = {step.called for step in recording.steps if step.reads_numbers or step.sized}
         for other in example.with_other_numbers() if reading else ():
             problem = _problem_with(gm, model, other, training)
             if problem:
                 raise TraceError(
                     f"the graph of {type(model).__name__} was discarded: with other numbers than the "
-                    f"example's it {problem} in {MODES[training]} mode. What is kept whole "
-                    f"({', '.join(sorted(reading))}) must leave a number of its data where the model finds "
-                    "it past the graph; let it return that in a tensor"
+                    f"example's it {problem} in {MODES[training]} mode. What is found in data in "
+                    f"{', '.join(sorted(reading))} must get past the graph as a number; keep it in tensors"
                 )
 
 

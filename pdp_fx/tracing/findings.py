@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdp_fx.tracing.objects import Bound
@@ -39,6 +39,7 @@ class Findings:
         lasting: what to keep whole however often the model is traced anew, with the reasons.
         casts: the globals of code in which `int` or `float` has to keep live numbers alive; None where they
             are left as they are.
+        follows_ragged: whether sizes that depend on the numbers in a tensor may be computed with.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
@@ -47,6 +48,7 @@ class Findings:
     sizes: Sizes = field(default_factory=Sizes)
     lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
+    follows_ragged: bool = True
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
@@ -57,6 +59,14 @@ class Findings:
     def anew(self, sizes: Sizes | None = None) -> Findings:
         """What is known when the model is traced anew: what lasts, and what is known of sizes."""
         return Findings(sizes=self.sizes if sizes is None else sizes, lasting=self.lasting)
+
+    def plainer(self) -> Findings | None:
+        """What is known when the model is traced anew with less that is alive; None if nothing is."""
+        if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):
+            return replace(self.anew(), follows_ragged=False)
+        if self.casts:
+            return replace(self.anew(), follows_ragged=self.follows_ragged, casts=None)
+        return None
 
     def keep_whole(self, whole: Whole, reason: str) -> None:
         """Keep a module or method whole from now on."""

@@ -54,8 +54,9 @@ METADATA = frozenset(
     "is_quantized is_mkldnn is_mps is_xpu is_xla is_mtia is_maia is_ipu is_vulkan is_ort is_hpu is_nested "
     "itemsize nbytes names output_nr name _version retains_grad".split()
 )
-# These need the sizes, which in a ragged tensor depend on numbers.
-SIZES = frozenset("shape size numel nelement __len__ stride is_contiguous is_same_size nbytes".split())
+# These need the sizes, which in a ragged tensor depend on numbers; the first can be computed with.
+LIVE_SIZES = frozenset("shape size numel nelement".split())
+SIZES = LIVE_SIZES | frozenset("__len__ stride is_contiguous is_same_size nbytes".split())
 
 
 def register_in_place_functions() -> None:

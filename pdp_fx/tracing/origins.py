@@ -108,6 +108,12 @@ class Origins:
         """Whether there is a tensor among the arguments whose size depends on numbers."""
         return any(is_ragged(self._values.get(tensor)) for tensor in tensors(args))
 
+    def note_sized(self, tensor: torch.Tensor) -> None:
+        """Note that the model reads a size of a tensor, which depends on numbers."""
+        maker = root(self._values.get(tensor))
+        if maker is not None:
+            maker.sized = True
+
     def object(self, thing: Any) -> Value | None:
         """Where a container or object comes from, if it came whole from somewhere and is still the same."""
         known = self._objects.get(id(thing))

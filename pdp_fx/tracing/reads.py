@@ -7,11 +7,20 @@ import torch
 
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_unpacks
-from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor
+from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.source import source_line, user_frame
-from pdp_fx.tracing.steps import Expr, NumberReadError, Step, UnrecordableError, Value, is_data, is_input
+from pdp_fx.tracing.steps import (
+    Expr,
+    NumberReadError,
+    Step,
+    UnrecordableError,
+    Value,
+    is_data,
+    is_input,
+    is_ragged,
+)
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -26,8 +35,10 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
             return _overwrite(recorder, *args)
         raise UnrecordableError(f"sets the attribute {name} of a tensor")
     if name in functions.SIZES and recorder.origins.is_ragged(args):
-        sizes = recorder.run(function, args, kwargs)
-        raise NumberReadError(f"reads a size that depends on the numbers in a tensor ({name})", sizes)
+        if not recorder.findings.follows_ragged or name not in functions.LIVE_SIZES:
+            sizes = recorder.run(function, args, kwargs)
+            raise NumberReadError(f"reads a size that depends on the numbers in a tensor ({name})", sizes)
+        recorder.origins.note_sized(args[0])
     read = _READS.get(name)
     if read is not None and args and isinstance(args[0], torch.Tensor):
         return read(recorder, *args, **kwargs)
@@ -42,7 +53,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
 def counted(recorder: Recorder, number: Any) -> None:
     """Let the graph fail if a number that a loop counts up to is another."""
     if not recorder.inside and not is_data(number.value):
-        _as_often(recorder, number.value, plain(number))
+        recorder.guarded(_as_often, recorder, number.value, plain(number))
 
 
 def _check_parts(recorder: Recorder, told: Args, parts: Any) -> None:
@@ -55,6 +66,8 @@ def _check_parts(recorder: Recorder, told: Args, parts: Any) -> None:
 
 
 def _as_often(recorder: Recorder, value: Value, number: int) -> Step:
+    if is_ragged(value):
+        refuse_ragged("goes up to")
     source = source_line()
     message = f"{source or 'the model'} goes up to {number} in this graph; "
     message += "to go elsewhere, trace with example_inputs that do"

@@ -189,12 +189,19 @@ class Recorder:
         if self.watch.has_drawn_outside():
             raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
 
-    def decided(self, fact: Expr) -> None:
-        """Let the graph fail where something that users' code has found true of sizes is not."""
+    def decided(self, fact: Expr, on_purpose: bool = False) -> None:
+        """Let the graph fail where something that users' code has found true of sizes is not.
+
+        Sizes that depend on data differ from call to call; only one that is equal to a plain number, as that
+        of an axis of coordinates is, can be expected to be so again.
+        """
         known = identity(fact)
         if self.inside or known in self._decided or is_data(fact) or not may_change(fact):
             return
         self._decided.add(known)
+        if is_ragged(fact) and not (on_purpose and fact.call is operator.eq):
+            self.guarded(refuse_ragged, "decides by")
+            return
         source = source_line()
         message = (
             f"{source} decides by sizes, and by these otherwise than in this graph; "
@@ -276,6 +283,11 @@ class Recorder:
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.run(torch.Tensor.view_as, (tensor, tensor), {})
+
+
+def refuse_ragged(what: str) -> None:
+    """Say that the model does something with a size that depends on data, but for computing with it."""
+    raise NumberReadError(f"{what} a size that depends on the numbers in a tensor", None)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -27,7 +27,8 @@ class Session:
     """The recording that a live number belongs to.
 
     Attributes:
-        decided: called with what users' code has found true of live numbers.
+        decided: called with what users' code has found true of live numbers, and whether it asked for that by
+            a comparison with a plain number above 1.
         open: whether it is still running; once it is over, its numbers act like plain ones.
         compared: whether users' code compared live numbers with each other or with 1. With a batch of one the
             answer may be what it is by chance.
@@ -35,7 +36,7 @@ class Session:
             and by which of the two.
     """
 
-    decided: Callable[[Expr], None]
+    decided: Callable[[Expr, bool], None]
     open: bool = True
     compared: bool = False
     cast_in: Casts = field(default_factory=dict[tuple[int, str], dict[str, Any]])
@@ -168,7 +169,8 @@ def _comparison(call: Callable[[Any, Any], bool]) -> Callable[..., Any]:
         answer = call(plain(self), plain(other))
         if _is_asked_by_user(self.session):
             by_chance = isinstance(other, Live) or 1 in (plain(self), other)
-            _note(self.session, call if answer else _OPPOSITES[call], self, other, by_chance)
+            fact = call if answer else _OPPOSITES[call]
+            _note(self.session, fact, self, other, by_chance, not by_chance and other > 1)
         return answer
 
     return compare
@@ -224,10 +226,15 @@ def _is_asked_by_user(session: Session, depth: int = 2) -> bool:
 
 
 def _note(
-    session: Session, fact: Callable[[Any, Any], bool], left: Any, right: Any, by_chance: bool = False
+    session: Session,
+    fact: Callable[[Any, Any], bool],
+    left: Any,
+    right: Any,
+    by_chance: bool = False,
+    on_purpose: bool = False,
 ) -> None:
     session.compared |= by_chance
-    session.decided(Expr(fact, (value_of(left, session), value_of(right, session))))
+    session.decided(Expr(fact, (value_of(left, session), value_of(right, session))), on_purpose)
 
 
 def _divmod(self: Any, other: Any) -> Any:

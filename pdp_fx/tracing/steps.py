@@ -74,6 +74,7 @@ class Step:
         updates: whether it changed running statistics, or other buffers of the module that it is.
         reason: for an opaque module, why it was not traced through.
         reads_numbers: whether something opaque read numbers out of tensors.
+        sized: whether the model reads such sizes.
         decides: whether it checks what users' code has found true of sizes.
     """
 
@@ -92,6 +93,7 @@ class Step:
     updates: bool = False
     reason: str = ""
     reads_numbers: bool = False
+    sized: bool = False
     decides: bool = False
 
     @property

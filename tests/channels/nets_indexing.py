@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.channels.construct import Construct, sequences
+from tests.channels.construct import Construct, Inputs, sequences
 
 
 class Messages(nn.Module):
@@ -245,6 +245,47 @@ class NegativesSetToZero(Messages):
         return y
 
 
+def graphs(batch: int) -> Inputs:
+    """Nodes (batch + 3, 6), and the two ends of edges between them (2, 12), of which some are loops."""
+    edges = torch.randint(0, batch + 3, (2, 12))
+    edges[1, :3] = edges[0, :3]
+    return torch.randn(batch + 3, 6, dtype=torch.float64), edges
+
+
+class Convolution(nn.Module):
+    """A graph convolution that gives each node one loop: how many there were depends on the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        edges = edges[:, edges[0] != edges[1]]
+        loops = torch.arange(x.size(0)).expand(2, -1)
+        weight = torch.cat([x.new_ones(edges.size(1)), x.new_full((x.size(0),), 0.5)])
+        ends = torch.cat([edges, loops], 1)
+        told = self.conv(F.relu(self.stem(x)))[ends[0]] * weight[:, None]
+        added = x.new_zeros(x.size(0), told.size(1)).index_add_(0, ends[1], told)
+        return self.head(F.relu(added))
+
+
+class HeadsOfMessages(nn.Module):
+    """Attention of a node to those with an edge to it, in two heads that are set to 0 before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        edges = edges[:, edges[0] != edges[1]]
+        query, key, value = (layer(x).view(-1, 2, 4) for layer in (self.query, self.key, self.value))
+        score = (query[edges[1]] * key[edges[0]]).sum(-1).sigmoid()
+        told = value[edges[0]] * score.unsqueeze(-1)
+        index = edges[1].view(-1, 1, 1).expand_as(told)
+        return self.head(told.new_zeros(x.size(0), 2, 4).scatter_add(0, index, told).flatten(1))
+
+
 INDEXING = (
     Construct(Messages, sequences(), removed=11),
     Construct(MessagesInPlace, sequences(), removed=11),
@@ -275,4 +316,6 @@ INDEXING = (
     Construct(WrittenByIndex, sequences(), removed=11),
     Construct(WrittenAcrossChannels, sequences(), removed=3, reason="chosen by an index"),
     Construct(NegativesSetToZero, sequences(), removed=3),
+    Construct(Convolution, graphs, removed=7),
+    Construct(HeadsOfMessages, graphs, removed=12),
 )

@@ -556,7 +556,7 @@ def test_the_device_is_read_from_the_tensor() -> None:
 
 
 def test_live_numbers_act_like_numbers() -> None:
-    session = Session(lambda fact: None)
+    session = Session(lambda fact, on_purpose: None)
     n: Any = live(6, Attribute("n"), session)
     assert (n + 1, 1 + n, n // 4, n % 4, -n, n / 4, n**2, 7 - n, divmod(n, 4)) == (
         7,
@@ -580,7 +580,7 @@ def test_live_numbers_act_like_numbers() -> None:
 
 
 def test_live_numbers_end_with_their_recording() -> None:
-    session = Session(lambda fact: None)
+    session = Session(lambda fact, on_purpose: None)
     n = live(6, Attribute("n"), session)
     session.open = False
     assert type(n + 1) is int

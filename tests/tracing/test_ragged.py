@@ -1,0 +1,71 @@
+"""Sizes that depend on the numbers in a tensor: how many edges are no loops, how many rows are positive."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tracing.checks import Around, exact, opaque
+
+EDGES = torch.tensor([[0, 1, 1, 2, 3, 3], [1, 1, 2, 0, 3, 0]])
+FEWER = torch.tensor([[0, 0, 1, 2, 3, 3], [0, 0, 2, 2, 3, 0]])
+
+
+class Convolves(nn.Module):
+    """A graph convolution that gives each node one loop, in place of those that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        edges = edges[:, edges[0] != edges[1]]
+        if edges.size(0) != 2:
+            raise ValueError("edges go from one node to another")
+        loops = torch.arange(x.size(0)).expand(2, -1)
+        weight = torch.cat([x.new_ones(edges.size(1)), x.new_full((x.size(0),), 0.5)])
+        ends = torch.cat([edges, loops], 1)
+        rows = self.linear(x)[ends[0]] * weight[:, None] / edges.numel()
+        return torch.zeros(x.size(0), rows.size(1)).index_add_(0, ends[1], rows)
+
+
+class Picks(nn.Module):
+    """Acts on the rows with a positive number; what is done with how many they are is up to a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.scales = (1.0, 2.0, 3.0, 4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x[x[:, 0] > 0])
+        if self.kind == "compared":
+            return rows.sum(0) if rows.shape[0] > 2 else rows.mean(0)
+        if self.kind == "empty":
+            return rows.sum(0) if rows.numel() else x.sum(0)
+        if self.kind == "counted":
+            return torch.stack([rows[row] * row for row in range(rows.shape[0])]).sum(0)
+        if self.kind == "cast":
+            return rows.sum(0) * int(rows.shape[0])
+        return rows.sum(0) * self.scales[rows.shape[0] % 4]
+
+
+def test_what_only_computes_with_such_sizes_is_looked_into() -> None:
+    gm = exact(
+        Convolves(), (torch.randn(4, 4), EDGES), (torch.randn(4, 4), FEWER), (torch.randn(7, 4), EDGES)
+    )
+    assert not opaque(gm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("compared", "decides by a size that depends on the numbers in a tensor"),
+        ("empty", "decides by a size that depends on the numbers in a tensor"),
+        ("counted", "goes up to a size that depends on the numbers in a tensor"),
+        ("cast", "decides by a size that depends on the numbers in a tensor"),
+        ("picks", "reads a size that depends on the numbers in a tensor (shape)"),
+    ],
+)
+def test_what_does_something_else_with_one_stays_whole(kind: str, reason: str) -> None:
+    gm = exact(Around(Picks(kind)), *(torch.randn(6, 4) for _ in range(6)))
+    assert reason in opaque(gm)["inner"]
