@@ -20,6 +20,9 @@ BARE = "these channels are joined with values that have none along this axis"
 def cat(call: Call, flow: LabelFlow) -> None:
     """Lay labels side by side along the joined axis, and tie them along the others."""
     tensors: list[Tensor] = [tensor for tensor in call.args[0] if tensor.shape != (0,)]
+    if not tensors:
+        flow.put(call.result, [])
+        return
     axis = int(call.argument(1, "dim", 0)) % call.result.ndim
     _join(tensors, axis, call.result, flow)
 

@@ -286,6 +286,19 @@ class HeadsOfMessages(nn.Module):
         return self.head(told.new_zeros(x.size(0), 2, 4).scatter_add(0, index, told).flatten(1))
 
 
+class FoundScores(nn.Module):
+    """A detector's last step: of two classes, the scores above a limit, which none of the example's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.head(F.relu(self.stem(x))).flatten(0, 1)
+        found = [scores[torch.where(column > 1e6)[0]].sum(1) for column in scores.unbind(1)]
+        return scores.sum(0) + torch.cat(found).sum()
+
+
 INDEXING = (
     Construct(Messages, sequences(), removed=11),
     Construct(MessagesInPlace, sequences(), removed=11),
@@ -318,4 +331,5 @@ INDEXING = (
     Construct(NegativesSetToZero, sequences(), removed=3),
     Construct(Convolution, graphs, removed=7),
     Construct(HeadsOfMessages, graphs, removed=12),
+    Construct(FoundScores, sequences(), removed=4),
 )
