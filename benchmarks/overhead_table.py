@@ -1,4 +1,4 @@
-"""What `overhead.py` prints of its records: a table for each setting, and a summary with a line for each."""
+"""What `overhead.py` makes of its records: a table for each setting, and summaries with a line for each."""
 
 from __future__ import annotations
 
@@ -60,6 +60,20 @@ def summary(records: Mapping[str, Record]) -> str:
     rows = [[_setting(title, record), *_cells(record)] for title, record in sorted(records.items())]
     heads = ["setting", *SHOWN.values(), "MB after forward", "MB after backward"]
     return tabulate(rows, heads, tablefmt="github", disable_numparse=True)
+
+
+def medians(records: Mapping[str, Record]) -> str:
+    """The eager records in fp32 in Markdown, with medians only."""
+    shown = [method for method in SHOWN if method != "fixed"]
+    rows = [
+        [title.split(" fp32")[0].replace(" b", ", batch ")]
+        + [f"{quartiles(ratios(record, m))[1]:.2f}" if m in record["seconds"] else "" for m in shown]
+        for title, record in sorted(records.items())
+        if " fp32 eager " in title
+    ]
+    return tabulate(
+        rows, ["step over the dense step", *(SHOWN[m] for m in shown)], "github", disable_numparse=True
+    )
 
 
 def _setting(title: str, record: Record) -> str:

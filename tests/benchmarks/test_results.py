@@ -40,4 +40,5 @@ def test_a_converted_model_does_what_its_masks_did(name: str) -> None:
 
 def test_the_readme_shows_the_cost_of_the_steps_that_were_measured() -> None:
     records = overhead.load(ROOT / "results" / "overhead.json")
-    assert overhead_table.summary(records) in (ROOT.parent / "README.md").read_text()
+    assert overhead_table.summary(records) in (ROOT / "README.md").read_text()
+    assert overhead_table.medians(records) in (ROOT.parent / "README.md").read_text()
