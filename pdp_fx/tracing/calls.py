@@ -73,7 +73,11 @@ def run_function(recorder: Recorder, whole: Whole, function: Call, args: Args, k
             )
         function, args = recorder.findings.bound(args[0], whole.method), args[1:]
     with recorder.silent():
-        step = recorder.step("call_function", function, args, kwargs)
+        try:
+            step = recorder.step("call_function", function, args, kwargs)
+        except UnrecordableError as err:
+            why = f"{recorder.findings.opaque[whole]}, in a function to which it {err.reason}"
+            raise UnrecordableError(why, Whole(recorder.scope.path), instead_of=whole) from err
         step.reason = recorder.findings.opaque[whole]
         return _whole(recorder, step, function, args, kwargs, whole)
 

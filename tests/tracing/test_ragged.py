@@ -69,3 +69,25 @@ def test_what_only_computes_with_such_sizes_is_looked_into() -> None:
 def test_what_does_something_else_with_one_stays_whole(kind: str, reason: str) -> None:
     gm = exact(Around(Picks(kind)), *(torch.randn(6, 4) for _ in range(6)))
     assert reason in opaque(gm)["inner"]
+
+
+def by_rows(model: nn.Module, x: Tensor) -> Tensor:
+    rows = model.linear(x[x[:, 0] > 0])
+    return rows.sum(0) if rows.shape[0] > 2 else rows.mean(0)
+
+
+class Hands(nn.Module):
+    """Hands itself to a function, which decides by such a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_rows(self, x)
+
+
+def test_the_reason_is_that_of_the_function_to_which_a_module_hands_itself() -> None:
+    gm = exact(Around(Hands()), *(torch.randn(6, 4) for _ in range(6)))
+    assert "decides by a size that depends on the numbers in a tensor" in opaque(gm)["inner"]
+    assert "in a function to which it passes a Hands" in opaque(gm)["inner"]
