@@ -12,6 +12,7 @@ so it folds if it gives its weight to a convolution as it is, and not if it comp
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -40,6 +41,19 @@ class Pair:
     after: Unfolded
     fold: Fold
 
+    def folded(self) -> tuple[Tensor, ...] | None:
+        """The folded weight and bias, computed in float64; None if they do not fit into the layer's dtype.
+
+        Half precision has no room for a weight that a small variance makes large, or a large one small.
+        """
+        layer, norm = (copy.deepcopy(part.module).double() for part in (self.before, self.after))
+        dtype = _weight(self.before.module).dtype
+        with torch.no_grad():
+            exact = self.fold(layer, norm)
+        found = tuple(tensor.detach().to(dtype) for tensor in exact)
+        fits = all(bool(tensor.isfinite().all()) for tensor in found)
+        return found if fits and not _vanishes(exact[0], dtype) else None
+
 
 @dataclass(frozen=True)
 class FoldBatchNorm(Pass):
@@ -50,12 +64,16 @@ class FoldBatchNorm(Pass):
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         uses = _uses(gm)
         pairs = [pair for node in gm.graph.nodes if (pair := _foldable(gm, node, uses))]
-        pairs = _on_channels(gm, pairs, ctx)
-        for pair in pairs:
-            _absorb(gm, pair)
+        edited = False
+        for pair in _on_channels(gm, pairs, ctx):
+            folded = pair.folded()
+            if folded is None:
+                continue
+            _write(gm, pair, *folded)
             pair.norm.replace_all_uses_with(pair.layer)
             gm.graph.erase_node(pair.norm)
-        return bool(pairs)
+            edited = True
+        return edited
 
 
 def _uses(gm: fx.GraphModule) -> Counter[int]:
@@ -104,19 +122,21 @@ def _on_channels(gm: fx.GraphModule, pairs: list[Pair], ctx: Context) -> list[Pa
     return [pair for pair in pairs if ranks[pair.norm.name] == (_weight(pair.before.module).ndim,)]
 
 
-def _absorb(gm: fx.GraphModule, pair: Pair) -> None:
-    """Compute the folded weight and bias in float64, and write them where the layer reads them."""
-    layer = cast(nn.Conv2d, pair.before.module)
-    dtype, biased = layer.weight.dtype, layer.bias is not None
-    with torch.no_grad():
-        weight, bias = pair.fold(layer.double(), pair.after.module.double())
-    new = [nn.Parameter(t.detach().to(dtype), pair.before.trainable) for t in (weight, bias)]
-    reads = pair.before.reads
+def _vanishes(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether even the largest weight is too small to have all its digits in this dtype."""
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    return 0 < largest < torch.finfo(dtype).tiny
+
+
+def _write(gm: fx.GraphModule, pair: Pair, weight: Tensor, bias: Tensor) -> None:
+    """Put the folded tensors where the layer reads its own."""
+    layer, reads = cast(nn.Conv2d, pair.before.module), pair.before.reads
+    new = [nn.Parameter(tensor, pair.before.trainable) for tensor in (weight, bias)]
     if not reads:
         layer.weight, layer.bias = new
         return
     _rewrite(gm, reads["weight"], new[0])
-    if biased:
+    if "bias" in reads:
         _rewrite(gm, reads["bias"], new[1])
     else:
         _give_bias(gm, pair.layer, f"{reads['weight'].name}_bias", new[1])

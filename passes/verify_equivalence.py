@@ -36,9 +36,15 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verified:
-    """The largest difference from the prepared model, relative to the scale of the output."""
+    """How the converted model compares with the prepared one.
+
+    Attributes:
+        difference: the largest difference, relative to the scale of the output.
+        lost: how many more of its numbers are infinite or NaN.
+    """
 
     difference: float
+    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,20 @@ class VerifyEquivalence(Pass):
             logger.info("convert was not checked by numbers: the model was prepared without example inputs")
             return False
         outputs = eval_outputs(gm, ctx.example_inputs)
-        ctx.put(Verified(relative_difference(outputs, reference.outputs)))
+        lost = _not_finite(outputs) - _not_finite(reference.outputs)
+        ctx.put(Verified(relative_difference(outputs, reference.outputs), max(lost, 0)))
         return False
 
     def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:
         verified, reference = ctx.find(Verified), ctx.find(Reference)
         if verified is None or reference is None:
             return
+        if verified.lost:
+            raise VerifyError(
+                f"{verified.lost} of the converted model's outputs are infinite or NaN where the prepared "
+                "one's are numbers; half precision overflows easily, so convert in float32. "
+                "The model you gave is untouched"
+            )
         if not verified.difference <= reference.tolerance:
             raise VerifyError(
                 f"the converted model differs from the prepared one by {verified.difference:.2e} of the "
@@ -85,6 +98,10 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(torch.as_tensor(leaf).detach().clone() for leaf in tensors_and_numbers(result))
 
 
+def _not_finite(outputs: tuple[Tensor, ...]) -> int:
+    return sum(int((~out.isfinite()).sum()) for out in outputs)
+
+
 def _called(gm: fx.GraphModule, inputs: Inputs) -> Any:
     args, kwargs = fresh(inputs)
     return gm(*args, **kwargs)
@@ -107,14 +124,19 @@ class InOrder(TorchDispatchMode):
         return first.copy_(ordered) if result is ordered else result
 
 
-def rounding_effect(gm: fx.GraphModule, inputs: Inputs) -> float:
+def rounding_effect(gm: fx.GraphModule, inputs: Inputs, seed: int = 0) -> float:
     """How far the eval outputs move when every product is rounded a little differently.
 
     Removing channels changes the order in which products are summed up, and so their last bits. A model that
     amplifies those cannot be compared more closely than this.
+
+    Args:
+        gm: the model.
+        inputs: what it is run on.
+        seed: of which way each product goes.
     """
     outputs = eval_outputs(gm, inputs)
-    with Rounded():
+    with Rounded(seed):
         moved = eval_outputs(gm, inputs)
     return relative_difference(moved, outputs)
 
@@ -122,9 +144,9 @@ def rounding_effect(gm: fx.GraphModule, inputs: Inputs) -> float:
 class Rounded(TorchDispatchMode):
     """The results of products are moved up or down by one rounding, at random but the same in every run."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections import OrderedDict
 from typing import Any, cast
 
@@ -20,11 +21,16 @@ from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.replacing import ALONE, replaced
 
+logger = logging.getLogger(__name__)
+
 LOOSE = 1e-4
 LOOSE_ROUNDINGS = 16
 """So many roundings of its dtype, and `LOOSE` at least, are allowed to a model that cannot run in float64."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+TRIES = 3
+"""How often products are rounded anew to see what that does: an order may change by chance only."""
 
 AMPLIFIED = 10
 """How much further than one change of every last bit a converted model may be from the prepared one."""
@@ -71,19 +77,24 @@ def allowed_for(rounding: float) -> float:
 def _proved_tolerance(gm: fx.GraphModule, dtype: torch.dtype) -> float:
     """How far rounding may take the converted model, once its float64 twin has been found equal.
 
-    Rounding alone can exceed the tolerance; in float64 it cannot, so there a difference is a proof. A
-    model that cannot run in float64, because it makes tensors of a fixed dtype, gets a looser bound.
+    Rounding alone can exceed the tolerance; in float64 it cannot, so there a difference is a proof that the
+    model is wrong. That there is none says nothing of weights that fit into float64 and not into ``dtype``:
+    what rounding in ``dtype`` does to the prepared model bounds what it may do to the converted one. A model
+    that cannot run in float64, because it makes tensors of a fixed dtype, gets a bound of its own.
 
     Raises:
         VerifyError: the float64 twins differ.
     """
+    loose = max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
     try:
         _proved_in_double(_copy(gm).double(), None)
     except VerifyError:
         raise
-    except (PdpError, RuntimeError, TypeError):
-        return max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
-    return float("inf")
+    except (PdpError, RuntimeError, TypeError) as err:
+        logger.info("not compared in float64: %s: %s", type(err).__name__, err)
+        return loose
+    inputs = matching(cast(Pruner, gm.get_submodule(CHILD)).example_inputs, gm)
+    return max(loose, *(AMPLIFIED * rounding_effect(gm, inputs, seed) for seed in range(TRIES)))
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -4,6 +4,7 @@ import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -695,6 +696,59 @@ def test_a_model_that_amplifies_rounding_is_allowed_that_and_no_more(
     else:
         with pytest.raises(VerifyError, match="differs from the prepared one by"):
             pdp_fx.convert(prepared)
+
+
+def wrong_in(dtype: torch.dtype, factor: float) -> Callable[[FoldBatchNorm, fx.GraphModule, Context], bool]:
+    """A pass that goes wrong in models of one dtype only."""
+    fold = FoldBatchNorm.run
+
+    def run(self: FoldBatchNorm, gm: fx.GraphModule, ctx: Context) -> bool:
+        edited = fold(self, gm, ctx)
+        weight = gm.get_parameter("fc.weight").data
+        if weight.dtype == dtype:
+            weight *= factor
+        return edited
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float16, 1.3), (torch.bfloat16, 1.5), (torch.float32, 1.01)]
+)
+def test_what_float64_does_not_show_is_bounded_by_what_rounding_does(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, factor: float
+) -> None:
+    model, x = net("conv")
+    model, x = model.to(dtype), x.to(dtype)
+    prepared = pruned(model, Channels(ratio=0.5), x)
+    converted = pdp_fx.convert(prepared)
+    assert difference(prepared.eval(), converted, x) <= 16 * torch.finfo(dtype).eps
+    monkeypatch.setattr(FoldBatchNorm, "run", wrong_in(dtype, factor))
+    with pytest.raises(VerifyError, match="differs from the prepared one by"):
+        pdp_fx.convert(prepared)
+
+
+class OfOneDtype(nn.Module):
+    """Cannot run in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.fc = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.relu(self.stem(x))) @ torch.eye(4, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("factor", "allowed"), [(1 + 5e-5, True), (1 + 1e-3, False)])
+def test_a_model_that_cannot_run_in_float64_has_a_bound_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, factor: float, allowed: bool
+) -> None:
+    x = torch.randn(5, 6)
+    prepared = pdp_fx.prepare(OfOneDtype(), at_once(Channels(ratio=0.5)), x)
+    pdp_fx.step(prepared)
+    monkeypatch.setattr(FoldBatchNorm, "run", wrong_in(torch.float32, factor))
+    with nullcontext() if allowed else pytest.raises(VerifyError, match="at most 1e-04 is expected"):
+        pdp_fx.convert(prepared)
 
 
 class Noisy(nn.Module):

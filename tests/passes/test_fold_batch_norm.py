@@ -241,6 +241,38 @@ def test_without_example_inputs_only_certain_norms_fold() -> None:
     assert norms(fold(rows, torch.randn(2, 4), inputs=False)[0]) == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "left"), [(torch.float16, ["1"]), (torch.bfloat16, []), (torch.float32, [])]
+)
+@pytest.mark.parametrize(("weight", "scale", "variance"), [(10.0, 1e3, 0.0), (1e-3, 1e-3, 6e4)])
+def test_what_half_precision_has_no_room_for_stays(
+    dtype: torch.dtype, left: list[str], weight: float, scale: float, variance: float
+) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)).to(dtype).eval()
+    model[0].weight.data.fill_(weight)
+    model[1].weight.data.fill_(scale)
+    model[1].running_var.fill_(variance)
+    x = torch.full((2, 4, 3, 3), 1e-4, dtype=dtype)
+    gm = trace(model, x).eval()
+    ctx = Context(at_once(Unstructured(0.5)), normalised(x))
+    FixMode().run(gm, ctx)
+    FoldBatchNorm().run(gm, ctx)
+    gm.recompile()
+    assert norms(gm) == left
+    assert gm(x).isfinite().all()
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_hook_on_either_keeps_the_norm(hook: str, place: int) -> None:
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).eval(), torch.randn(2, 4, 3, 3)
+    gm = trace(model, x).eval()
+    getattr(gm.get_submodule(str(place)), hook)(lambda *args: None)
+    ctx = Context(at_once(Unstructured(0.5)), normalised(x))
+    assert not FoldBatchNorm().run(gm, ctx)
+    assert norms(gm) == ["1"]
+
+
 def test_nothing_to_fold_edits_nothing() -> None:
     assert not fold(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))[1]
 
