@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Shapes, shapes
+from pdp_fx.naming import free_name
 from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.passes.harden_masks import swap_tensors
@@ -144,9 +145,7 @@ def _write(gm: fx.GraphModule, pair: Pair, weight: Tensor, bias: Tensor) -> None
 
 def _give_bias(gm: fx.GraphModule, layer: fx.Node, stem: str, bias: nn.Parameter) -> None:
     """Let a function without a bias read this one."""
-    name = stem
-    while hasattr(gm, name):
-        name += "_"
+    name = free_name(gm, stem)
     gm.register_parameter(name, bias)
     with gm.graph.inserting_before(layer):
         read = gm.graph.get_attr(name)

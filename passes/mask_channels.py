@@ -20,6 +20,7 @@ from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.masks import ChannelMask, MaskLayout
+from pdp_fx.naming import free_name
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
@@ -134,8 +135,9 @@ def _mask_along(
     index = _layout(classes, [group for group, _ in here])
     if len(here) == 1 and index == tuple(range(here[0][0].width)):
         return after, here[0][1]
-    key = name.replace(".", "_")
-    ctx.get(Pruner).layouts[key] = MaskLayout(index)
+    layouts = ctx.get(Pruner).layouts
+    key = free_name(layouts, name.replace(".", "_"))
+    layouts[key] = MaskLayout(index)
     with gm.graph.inserting_after(after):
         nodes = tuple(node for _, node in here)
         mask = gm.graph.create_node("call_module", f"{CHILD}.layouts.{key}", nodes, name=f"{key}_mask")

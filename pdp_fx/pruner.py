@@ -20,6 +20,7 @@ from pdp_fx.errors import SpecError, StateError
 from pdp_fx.field_checks import described
 from pdp_fx.granularity import rule_text
 from pdp_fx.masks import MaskLayout
+from pdp_fx.naming import free_name
 from pdp_fx.planning import CHILD, Planner, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
@@ -82,10 +83,8 @@ class Pruner(nn.Module):
             raise SpecError(
                 f"the policy of {rule_text(rule)} gives one mask for several weights; make one for each"
             )
-        key = re.sub(r"\W+", "_", name.removesuffix(")"))
         # A table of modules has attributes of its own, such as "values".
-        while hasattr(self.masks, key):
-            key += "_"
+        key = free_name(self.masks, re.sub(r"\W+", "_", name.removesuffix(")")))
         self.masks[key] = mask
         self.rules[key] = rule
         return key

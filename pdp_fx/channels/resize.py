@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
-from pdp_fx.channels.record import Tainted
+from pdp_fx.channels.record import Sized, Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.tracing.objects import Apply
@@ -66,6 +66,8 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     if node.target in LIKE_ANOTHER:
         _follow_other(node, flow, result)
     rewrite = rewrite_of(gm, node)
+    if rewrite is not None:
+        _keep_varying(gm, node, flow, result, rewrite.varies(node, flow.record))
     fits = rewrite is not None and rewrite.fits(node, flow.record)
     _follow_numbers(node, flow, result, fits)
     counted = any(source.name in flow.record.taint for source in node.all_input_nodes)
@@ -83,11 +85,25 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     elif isinstance(node.target, Apply):
         # Their views of a whole tensor, by which they return it unchanged, follow its size.
         told = [sized for sized in told if not torch.equal(sized.before.ids, sized.after.ids)]
+    _freeze_told(gm, node, flow, told)
+    if told and given_varying(node, flow.record):
+        _lose(flow, result, [sized.after for sized in told])
+
+
+def _keep_varying(
+    gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any, axes: frozenset[int]
+) -> None:
+    """Keep the channels along these axes, of which the next call may take others; the rest may go."""
+    told = [sized for sized in flow.sized if sized.before.support & axes]
+    flow.sized = [sized for sized in flow.sized if not sized.before.support & axes]
+    _freeze_told(gm, node, flow, told)
+    _lose(flow, result, [sized.after for sized in told])
+
+
+def _freeze_told(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, told: Iterable[Sized]) -> None:
     remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
     for sized in told:
         flow.freeze(sized.before.ids, _why_not(gm, node), remedy)
-    if told and given_varying(node, flow.record):
-        _lose(flow, result, [sized.after for sized in told])
 
 
 def _lose(flow: LabelFlow, result: Any, layers: list[Layer]) -> None:

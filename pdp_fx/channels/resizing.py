@@ -114,6 +114,7 @@ def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int
 
 
 Apply = Callable[[fx.Node, Job], None]
+Varies = Callable[[fx.Node, Record], frozenset[int]]
 Fits = Callable[[fx.Node, Record], bool]
 
 
@@ -124,7 +125,9 @@ class Rewrite:
     Attributes:
         apply: changes the node's arguments.
         fits: whether ``apply`` can deal with this node.
+        varies: along which axes of its first argument the next call may take others.
     """
 
     apply: Apply
     fits: Fits = lambda node, record: True
+    varies: Varies = lambda node, record: frozenset()

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
-from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits
+from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits, varying_axes
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.ops.kinds import groups_left
 from pdp_fx.ops.products import operation_name
@@ -225,7 +225,7 @@ _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),
     Rewrite(_roll, _roll_fits),
-    Rewrite(subscript, subscript_fits),
+    Rewrite(subscript, subscript_fits, varying_axes),
 )
 
 RESIZERS: dict[Any, Rewrite] = {

@@ -42,7 +42,6 @@ def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
 def subscript_fits(node: fx.Node, record: Record) -> bool:
     """Numbers, slices, and at most one list of places; what is picked must be told apart by its labels.
 
-    What is picked of channels must be the same at every call.
     Where a subscript is assigned to, there is no result to read off what was picked.
     """
     source = node.args[0]
@@ -54,14 +53,21 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     plain = plain and not any(_is_tensor(bound, record) for part in parts for bound in _bounds(part))
     if len(values) != 1 or not plain or len(several) > 1:
         return False
-    layers, rank = values[0].layers, len(values[0].shape)
-    labelled = frozenset[int]().union(*(layer.support for layer in layers))
-    placed = _placed(parts, rank)
-    if any(axis in labelled and _is_varying(parts[place], record) for place, axis in placed):
-        return False
-    picked = {axis for place, axis in placed if _picks(parts[place])}
-    among = [layer for layer in layers if layer.support & picked]
+    axes = varying_axes(node, record)
+    picked = {axis for place, axis in _placed(parts, len(values[0].shape)) if _picks(parts[place])} - axes
+    among = [layer for layer in values[0].layers if layer.support & picked]
     return not among if node.target is operator.setitem else all(distinct(layer.ids) for layer in among)
+
+
+def varying_axes(node: fx.Node, record: Record) -> frozenset[int]:
+    """Along which axes the next call may pick others: channels that lie along them have to stay."""
+    source = node.args[0]
+    values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    parts = _parts(node)
+    if len(values) != 1:
+        return frozenset()
+    placed = _placed(parts, len(values[0].shape))
+    return frozenset(axis for place, axis in placed if _is_varying(parts[place], record))
 
 
 def _bounds(part: Any) -> tuple[Any, ...]:

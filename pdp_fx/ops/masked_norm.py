@@ -46,15 +46,16 @@ def masked_layer_norm(
         mask: shape (channels,), values in [0, 1].
     """
 
-    def plain() -> Tensor:
-        return functional.layer_norm(input, list(normalized_shape), weight, bias, eps)
+    def plain(given: Tensor = input) -> Tensor:
+        return functional.layer_norm(given, list(normalized_shape), weight, bias, eps)
 
     def masked() -> Tensor:
         wide = input.to(compute_dtype(input.dtype))
-        share = (mask / mask.sum()).to(wide.dtype)
+        share = mask.to(wide.dtype)
+        share = share / share.sum()
         centred = wide - (wide * share).sum(-1, keepdim=True)
         scaled = centred * torch.rsqrt((centred.square() * share).sum(-1, keepdim=True) + eps)
-        return _affine(scaled, weight, bias, mask).to(_result_dtype(input, weight))
+        return _affine(scaled, weight, bias, mask).to(_dtype_of(plain, input, input.ndim - 1))
 
     return _choose(mask, plain, masked)
 
@@ -69,15 +70,17 @@ def masked_rms_norm(
 ) -> Tensor:
     """`torch.nn.functional.rms_norm` over the last axis, of masked channels; shapes as above."""
 
-    def plain() -> Tensor:
-        return functional.rms_norm(input, list(normalized_shape), weight, eps)
+    def plain(given: Tensor = input) -> Tensor:
+        return functional.rms_norm(given, list(normalized_shape), weight, eps)
 
     def masked() -> Tensor:
         wide = input.to(compute_dtype(input.dtype))
-        share = (mask / mask.sum()).to(wide.dtype)
-        floor = torch.finfo(input.dtype).eps if eps is None else eps
+        share = mask.to(wide.dtype)
+        share = share / share.sum()
+        # The default is that of the dtype that is computed in, as in torch.
+        floor = torch.finfo(wide.dtype).eps if eps is None else eps
         scaled = wide * torch.rsqrt((wide.square() * share).sum(-1, keepdim=True) + floor)
-        return _affine(scaled, weight, None, mask).to(_result_dtype(input, weight))
+        return _affine(scaled, weight, None, mask).to(_dtype_of(plain, input, input.ndim - 1))
 
     return _choose(mask, plain, masked)
 
@@ -102,8 +105,8 @@ def masked_group_norm(
         mask: shape (channels,), values in [0, 1].
     """
 
-    def plain() -> Tensor:
-        return functional.group_norm(input, num_groups, weight, bias, eps)
+    def plain(given: Tensor = input) -> Tensor:
+        return functional.group_norm(given, num_groups, weight, bias, eps)
 
     def masked() -> Tensor:
         grouped = input.to(compute_dtype(input.dtype)).reshape(
@@ -117,7 +120,7 @@ def masked_group_norm(
         centred = grouped - (grouped * share).sum((2, 3), keepdim=True)
         scaled = centred * torch.rsqrt((centred.square() * share).sum((2, 3), keepdim=True) + eps)
         back = scaled.reshape(input.shape).movedim(1, -1)
-        return _affine(back, weight, bias, mask).movedim(-1, 1).to(_result_dtype(input, weight))
+        return _affine(back, weight, bias, mask).movedim(-1, 1).to(_dtype_of(plain, input, 1))
 
     return _choose(mask, plain, masked)
 
@@ -147,11 +150,13 @@ def masked_mean(
         return torch.mean(input, dim, keepdim, dtype=dtype) if axes else torch.mean(input, dtype=dtype)
 
     def masked() -> Tensor:
-        wide = input if dtype is None else input.to(dtype)
+        wide = input.to(compute_dtype(input.dtype) if dtype is None else dtype)
         shape = [1] * wide.ndim
         shape[axis] = -1
-        share = (mask / mask.mean()).to(wide.dtype).reshape(shape)
-        return torch.mean(wide * share, dim, keepdim) if axes else torch.mean(wide * share)
+        share = mask.to(wide.dtype)
+        product = wide * (share / share.mean()).reshape(shape)
+        mean = torch.mean(product, dim, keepdim) if axes else torch.mean(product)
+        return mean.to(input.dtype if dtype is None else dtype)
 
     return _choose(mask, plain, masked)
 
@@ -169,8 +174,15 @@ def _affine(scaled: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Te
     return result if bias is None else result + bias.to(scaled.dtype) * heavy
 
 
-def _result_dtype(input: Tensor, weight: Tensor | None) -> torch.dtype:
-    return input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+def _dtype_of(plain: Callable[[Tensor], Tensor], input: Tensor, axis: int) -> torch.dtype:
+    """The dtype of the plain norm's result, which weights of another dtype and autocast have a say in.
+
+    Args:
+        plain: the norm.
+        input: what it is given.
+        axis: from which axis on the shape matters to it.
+    """
+    return plain(input.new_empty((0, *input.shape[axis:]))).dtype
 
 
 PLAIN: dict[Any, Callable[..., Tensor]] = {

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 from torch.nn.modules.dropout import _DropoutNd
 
+from pdp_fx.naming import free_name
 from pdp_fx.tracing.modes import When
 from pdp_fx.tracing.objects import MethodOf
 from pdp_fx.tracing.steps import Step, Whole
@@ -92,7 +93,7 @@ class Writer:
     def _method(self, whole: Whole) -> str:
         """The child of the tree that calls a method of the model."""
         if whole not in self._methods:
-            name = self._methods[whole] = self._free_name(whole.method, numbered=False)
+            name = self._methods[whole] = free_name(self.tree, whole.method)
             self.tree.add_module(name, MethodOf(self._model, whole.method))
         return self._methods[whole]
 
@@ -107,7 +108,7 @@ class Writer:
         for known, name in self._constants:
             if known is tensor or _equal(known, tensor):
                 return self.attribute(name)
-        name = self._free_name(CONSTANT)
+        name = free_name(self.tree, f"{CONSTANT}{len(self._constants)}")
         self.tree.register_buffer(name, tensor, persistent=False)
         self._constants.append((tensor, name))
         return self.attribute(name)
@@ -194,16 +195,9 @@ class Writer:
 
     def _root_flag(self) -> str:
         if not self._root_mode:
-            self._root_mode = self._free_name("mode", numbered=False)
+            self._root_mode = free_name(self.tree, "mode")
             self.tree.add_module(self._root_mode, nn.Identity().train(self.tree.training))
         return self._root_mode
-
-    def _free_name(self, stem: str, numbered: bool = True) -> str:
-        name, number = (f"{stem}0" if numbered else stem), 0
-        while hasattr(self.tree, name):
-            number += 1
-            name = f"{stem}{number}"
-        return name
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

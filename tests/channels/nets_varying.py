@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.channels.construct import Construct, Inputs, conv_bn, images
+from tests.channels.construct import Construct, Inputs, conv_bn, images, sequences
 from tests.channels.nets_aliasing import OVERWRITTEN
 
 TOLD = "is told sizes or positions of these channels"
@@ -150,6 +150,32 @@ class SignByPower(Chooses):
         return self.after(x * (-1.0) ** order[0] * (-2) ** x.shape[2])
 
 
+class PlacesOfTable(nn.Module):
+    """Relative positions by the size of the data: rows of a table that other sizes choose otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.query, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 5)
+        self.table = nn.Parameter(torch.randn(9, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        places = torch.arange(x.shape[1])
+        rows = self.table[places.unsqueeze(1) - places + x.shape[1] - 1]
+        scores = torch.einsum("bqc,qkc->bqk", self.query(x), rows).softmax(-1)
+        return self.head(scores @ x)
+
+
+class WrittenAtPlaces(PlacesOfTable):
+    """Rows that the size of the data chooses are written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        y = self.query(x)
+        y[:, torch.arange(x.shape[1] - 1)] = 0.5 * y[:, torch.arange(1, x.shape[1])]
+        return self.head(x) + y.sum(2, keepdim=True)
+
+
 def with_order(batch: int) -> Inputs:
     """Images, and an order of eight channels."""
     return (*images()(batch), torch.randperm(8))
@@ -171,4 +197,6 @@ VARYING = (
     Construct(SignByPower, with_order, removed=7),
     Construct(WritesWithGaps, images(), removed=3, reason=OVERWRITTEN),
     Construct(WritesBehindGaps, images(), removed=3, reason=OVERWRITTEN),
+    Construct(PlacesOfTable, sequences(), removed=7),
+    Construct(WrittenAtPlaces, sequences(), removed=7),
 )

@@ -1,10 +1,40 @@
 """Norms over masked channels against the same norms without the channels that are masked out."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdp_fx.ops.masked_norm import masked_group_norm, masked_layer_norm, masked_rms_norm
+from pdp_fx.ops.masked_norm import masked_group_norm, masked_layer_norm, masked_mean, masked_rms_norm
+
+STAYS = [1, 2, 3, 4, 5, 6]
+
+
+def layer(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    given = (x, [x.shape[1]], weight, bias)
+    return functional.layer_norm(*given) if mask is None else masked_layer_norm(*given, mask=mask)
+
+
+def rms(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    given = (x, [x.shape[1]], weight)
+    return functional.rms_norm(*given) if mask is None else masked_rms_norm(*given, mask=mask)
+
+
+def bare_rms(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    given = (x, [x.shape[1]])
+    return functional.rms_norm(*given) if mask is None else masked_rms_norm(*given, mask=mask)
+
+
+def group(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    given = (x, 2, weight, bias)
+    return functional.group_norm(*given) if mask is None else masked_group_norm(*given, mask=mask)
+
+
+def mean(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    return torch.mean(x, 1, True) if mask is None else masked_mean(x, 1, True, mask=mask, axis=1)
 
 
 def some(*shape: int) -> Tensor:
@@ -54,3 +84,33 @@ def test_one_mask_for_a_whole_group_only_scales_it_and_its_gradients_are_finite(
         assert source.grad is not None
         assert mask.grad.isfinite().all()
         assert source.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("norm", [layer, rms, bare_rms, group, mean])
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 30.0])
+@pytest.mark.parametrize(
+    ("dtype", "of_weights"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_a_masked_norm_is_as_precise_as_that_of_the_channels_that_stay(
+    norm: Callable[..., Tensor], scale: float, dtype: torch.dtype, of_weights: torch.dtype, casts: bool
+) -> None:
+    x = (scale * (some(4, 8) + 1)).to(dtype)
+    weight, bias = some(8).to(of_weights), some(8).flip(0).to(of_weights)
+    mask = torch.zeros(8).index_fill(0, torch.tensor(STAYS), 1.0)
+    with torch.autocast("cpu", torch.bfloat16) if casts else nullcontext():
+        found = norm(x, weight, bias, mask)
+        expected = norm(x[:, STAYS], weight[STAYS], bias[STAYS])
+        whole = norm(x, weight, bias, torch.ones(8))
+    assert found.dtype == expected.dtype == whole.dtype
+    found = found if norm is mean else found[:, STAYS]
+    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error <= 16 * torch.finfo(expected.dtype).eps

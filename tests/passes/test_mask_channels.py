@@ -90,6 +90,40 @@ class Shifted(nn.Module):
         return self.fc2(torch.sigmoid(self.fc1(x)))
 
 
+class Beside(nn.Module):
+    """Puts what its layers give side by side, behind a norm of some name."""
+
+    def __init__(self, name: str, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.name = nn.ModuleList(layers), name
+        self.add_module(name, nn.BatchNorm1d(8))
+        self.last = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.get_submodule(self.name)(torch.cat([layer(x) for layer in self.layers], 1)))
+
+
+class Alike(nn.Module):
+    """Two norms whose names are the same once their dots are underscores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        twice = nn.Linear(6, 4)
+        self.a, self.a_b = Beside("b_c", nn.Linear(6, 4), nn.Linear(6, 4)), Beside("c", twice, twice)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a_b(self.a(x))
+
+
+def test_layouts_of_masks_are_told_apart_where_names_are_alike() -> None:
+    torch.manual_seed(0)
+    model, x = Alike().double(), torch.randn(5, 6).double()
+    for norm in (model.a.b_c, model.a_b.c):
+        nn.init.uniform_(norm.bias, 1, 2)
+    prepared = pruned(model, Channels(ratio=0.5), x)
+    assert difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 1e-9
+
+
 def test_where_zero_does_not_stay_zero_the_columns_of_the_reader_are_masked() -> None:
     x = torch.randn(5, 8)
     gm, _ = prepare_until(Shifted(), at_once(Channels(ratio=0.5)), x, "mask-channels")
