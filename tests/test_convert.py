@@ -643,6 +643,91 @@ def test_rounding_of_half_precision_is_allowed_where_float64_cannot_prove() -> N
     assert 1e-4 < difference(prepared.eval(), pdp_fx.convert(prepared), x) <= 0.1
 
 
+def spoil(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    """Let a conversion in this dtype, and not in float64, add 1 to a parameter."""
+    fold = FoldBatchNorm.run
+
+    def spoil_it(self: FoldBatchNorm, gm: fx.GraphModule, ctx: Context) -> bool:
+        edited = fold(self, gm, ctx)
+        gm.get_parameter(name).data += float(gm.get_parameter(name).dtype == dtype)
+        return edited
+
+    monkeypatch.setattr(FoldBatchNorm, "run", spoil_it)
+
+
+def test_more_than_rounding_is_refused_where_float64_cannot_prove(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x = FixedDtype(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 6)
+    prepared = pruned(model.bfloat16(), Channels(ratio=0.5), x)
+    spoil(monkeypatch, "2.bias", torch.bfloat16)
+    with caplog.at_level(logging.INFO), pytest.raises(VerifyError, match="at most 1e-01 is expected"):
+        pdp_fx.convert(prepared)
+    assert "convert was checked in torch.bfloat16 only: the model cannot run in float64" in caplog.text
+
+
+def test_a_fold_that_would_overflow_half_precision_is_not_made() -> None:
+    """In float16 the folded bias would be infinite, and so would be the outputs."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 1, bias=False), nn.BatchNorm2d(4, eps=1e-6)).half()
+    scales = torch.tensor([1.0, 0.5, 0.25, 2.0])
+    state = {"0.weight": scales.reshape(4, 1, 1, 1), "1.running_mean": 100 * scales}
+    model.load_state_dict(state | {"1.running_var": torch.full((4,), 1e-6)}, strict=False)
+    x = torch.full((1, 1, 3, 3), 100.0, dtype=torch.float16)
+    prepared = pruned(model, Unstructured(0.25), x).eval()
+    assert prepared(x).isfinite().all()
+    assert difference(prepared, pdp_fx.convert(prepared), x) == 0
+
+
+def test_numbers_that_become_infinite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 6)
+    prepared = pruned(model.half(), Channels(ratio=0.5), x.half())
+    fold = FoldBatchNorm.run
+
+    def overflow(self: FoldBatchNorm, gm: fx.GraphModule, ctx: Context) -> bool:
+        edited = fold(self, gm, ctx)
+        if (bias := gm.get_parameter("2.bias")).dtype == torch.float16:
+            bias.data += float("inf")
+        return edited
+
+    monkeypatch.setattr(FoldBatchNorm, "run", overflow)
+    with pytest.raises(VerifyError, match="by inf of .* it is the rounding of torch.float16 that spoils it"):
+        pdp_fx.convert(prepared)
+
+
+def test_much_more_than_the_rounding_of_the_prepared_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 6)
+    prepared = pruned(model.half(), Channels(ratio=0.5), x.half())
+    spoil(monkeypatch, "2.bias", torch.float16)
+    with pytest.raises(VerifyError, match="at most 2e-02 is expected.* In float64 it gives the same"):
+        pdp_fx.convert(prepared)
+
+
+class Labels(nn.Module):
+    """Gives labels, and numbers that are as good as equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.head(functional.relu(self.norm(self.stem(x))))
+        return x, x.argmax(1)
+
+
+def test_labels_may_fall_otherwise_by_rounding_once_float64_has_shown_them_equal() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(512, 6).bfloat16()
+    prepared = pdp_fx.prepare(shake(Labels()).bfloat16(), at_once(Channels(ratio=0.5)), x).eval()
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    mine, theirs = converted(x)[1], prepared(x)[1]
+    assert 0 < (mine != theirs).sum() < 100
+
+
 class TwoPrecisions(nn.Module):
     """Takes one input in half precision and the other in single."""
 
