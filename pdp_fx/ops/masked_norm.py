@@ -46,7 +46,7 @@ def masked_layer_norm(
         mask: shape (channels,), values in [0, 1].
     """
 
-    def plain() -> Tensor:
+    def plain(input: Tensor) -> Tensor:
         return functional.layer_norm(input, list(normalized_shape), weight, bias, eps)
 
     def masked() -> Tensor:
@@ -54,9 +54,9 @@ def masked_layer_norm(
         share = (mask / mask.sum()).to(wide.dtype)
         centred = wide - (wide * share).sum(-1, keepdim=True)
         scaled = centred * torch.rsqrt((centred.square() * share).sum(-1, keepdim=True) + eps)
-        return _affine(scaled, weight, bias, mask).to(_result_dtype(input, weight))
+        return _affine(scaled, weight, bias, mask).to(plain(_none_of(input)).dtype)
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, lambda: plain(input), masked)
 
 
 def masked_rms_norm(
@@ -67,19 +67,22 @@ def masked_rms_norm(
     *,
     mask: Tensor,
 ) -> Tensor:
-    """`torch.nn.functional.rms_norm` over the last axis, of masked channels; shapes as above."""
+    """`torch.nn.functional.rms_norm` over the last axis, of masked channels; shapes as above.
 
-    def plain() -> Tensor:
+    An ``eps`` of None is the smallest step from 1 in the dtype that is computed in, at least float32.
+    """
+
+    def plain(input: Tensor) -> Tensor:
         return functional.rms_norm(input, list(normalized_shape), weight, eps)
 
     def masked() -> Tensor:
         wide = input.to(compute_dtype(input.dtype))
         share = (mask / mask.sum()).to(wide.dtype)
-        floor = torch.finfo(input.dtype).eps if eps is None else eps
+        floor = torch.finfo(wide.dtype).eps if eps is None else eps
         scaled = wide * torch.rsqrt((wide.square() * share).sum(-1, keepdim=True) + floor)
-        return _affine(scaled, weight, None, mask).to(_result_dtype(input, weight))
+        return _affine(scaled, weight, None, mask).to(plain(_none_of(input)).dtype)
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, lambda: plain(input), masked)
 
 
 def masked_group_norm(
@@ -102,7 +105,7 @@ def masked_group_norm(
         mask: shape (channels,), values in [0, 1].
     """
 
-    def plain() -> Tensor:
+    def plain(input: Tensor) -> Tensor:
         return functional.group_norm(input, num_groups, weight, bias, eps)
 
     def masked() -> Tensor:
@@ -117,9 +120,9 @@ def masked_group_norm(
         centred = grouped - (grouped * share).sum((2, 3), keepdim=True)
         scaled = centred * torch.rsqrt((centred.square() * share).sum((2, 3), keepdim=True) + eps)
         back = scaled.reshape(input.shape).movedim(1, -1)
-        return _affine(back, weight, bias, mask).movedim(-1, 1).to(_result_dtype(input, weight))
+        return _affine(back, weight, bias, mask).movedim(-1, 1).to(plain(input[:0]).dtype)
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, lambda: plain(input), masked)
 
 
 def masked_mean(
@@ -169,8 +172,9 @@ def _affine(scaled: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Te
     return result if bias is None else result + bias.to(scaled.dtype) * heavy
 
 
-def _result_dtype(input: Tensor, weight: Tensor | None) -> torch.dtype:
-    return input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+def _none_of(input: Tensor) -> Tensor:
+    """No rows of channels at all, of which a plain norm tells the dtype that it gives, as autocast has it."""
+    return input.new_empty((0, input.shape[-1]))
 
 
 PLAIN: dict[Any, Callable[..., Tensor]] = {
