@@ -68,7 +68,10 @@ def masked_rms_norm(
     *,
     mask: Tensor,
 ) -> Tensor:
-    """`torch.nn.functional.rms_norm` over the last axis, of masked channels; shapes as above."""
+    """`torch.nn.functional.rms_norm` over the last axis, of masked channels; shapes as above.
+
+    An ``eps`` of None is the smallest step from 1 in the dtype that is computed in, at least float32.
+    """
 
     def plain(given: Tensor = input) -> Tensor:
         return functional.rms_norm(given, list(normalized_shape), weight, eps)
@@ -77,7 +80,6 @@ def masked_rms_norm(
         wide = input.to(compute_dtype(input.dtype))
         share = mask.to(wide.dtype)
         share = share / share.sum()
-        # The default is that of the dtype that is computed in, as in torch.
         floor = torch.finfo(wide.dtype).eps if eps is None else eps
         scaled = wide * torch.rsqrt((wide.square() * share).sum(-1, keepdim=True) + floor)
         return _affine(scaled, weight, None, mask).to(_dtype_of(plain, input, input.ndim - 1))
