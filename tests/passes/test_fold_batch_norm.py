@@ -248,10 +248,12 @@ def test_without_example_inputs_only_certain_norms_fold() -> None:
 def test_what_half_precision_has_no_room_for_stays(
     dtype: torch.dtype, left: list[str], weight: float, scale: float, variance: float
 ) -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)).to(dtype).eval()
-    model[0].weight.data.fill_(weight)
-    model[1].weight.data.fill_(scale)
-    model[1].running_var.fill_(variance)
+    conv, norm = nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)
+    nn.init.constant_(conv.weight, weight)
+    nn.init.constant_(norm.weight, scale)
+    assert norm.running_var is not None
+    norm.running_var.fill_(variance)
+    model = nn.Sequential(conv, norm).to(dtype).eval()
     x = torch.full((2, 4, 3, 3), 1e-4, dtype=dtype)
     gm = trace(model, x).eval()
     ctx = Context(at_once(Unstructured(0.5)), normalised(x))
