@@ -17,7 +17,6 @@ from pdp_fx.channel_policy import ChannelPolicy, set_table
 from pdp_fx.ops import gpu
 from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
-from pdp_fx.ops.select import readable
 from pdp_fx.ops.soft_mask import Temperature, Threshold, sigmoid, soft_mask, soft_mask_value
 from pdp_fx.ops.straight import straight_through
 from pdp_fx.ops.threshold import compute_dtype, threshold
@@ -86,21 +85,24 @@ class WeightMask(Tempered, WeightPolicy):
         self.together = Together()
 
     def soft(self, weight: Tensor) -> Tensor:
-        if self.idle(weight):
+        count = self.known_count(weight)
+        if count == 0:
             return weight
         if self.tau.hard:
             return straight_through(weight, self.hard(weight))
-        return soft_mask(weight, self._threshold(weight), self.temperature(weight))
+        return soft_mask(weight, self._threshold(weight, count), self.temperature(weight))
 
     def soft_values(self, *weights: Tensor) -> Tensor:
-        return soft_mask_value(weights[0], self._threshold(weights[0]), self.temperature(weights[0]))
+        (weight,) = weights
+        t = self._threshold(weight, self.known_count(weight))
+        return soft_mask_value(weight, t, self.temperature(weight))
 
-    def _threshold(self, weight: Tensor) -> Threshold:
+    def _threshold(self, weight: Tensor, count: int | None) -> Threshold:
         if gpu.usable(weight):
             return self.together.threshold(self, weight)
-        if not readable(weight) or not 0 < int(self.count) < weight.numel():
+        if count is None or not 0 < count < weight.numel():
             return threshold(weight, self.count)
-        largest_pruned, smallest_kept = self.ranking.around(weight, int(self.count))
+        largest_pruned, smallest_kept = self.ranking.around(weight, count)
         return float(0.5 * largest_pruned + 0.5 * smallest_kept)
 
 

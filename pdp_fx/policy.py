@@ -137,9 +137,14 @@ class MaskPolicy(nn.Module):
         # Where it is: a GPU is not waited for once for each mask.
         self.count.copy_((self.target.clamp(min=0).double() * share).round())
 
+    def known_count(self, weight: Tensor) -> int | None:
+        """`count`, if it and the weight can be read without waiting for a device, else None."""
+        units = self.units
+        return units.tolist()[1] if readable(weight) and readable(units) else None
+
     def idle(self, weight: Tensor) -> bool:
         """Whether nothing is pruned now, as far as that can be told without waiting for a device."""
-        return readable(weight) and readable(self.count) and int(self.count) == 0
+        return self.known_count(weight) == 0
 
     @property
     def pruned_now(self) -> int:
@@ -233,8 +238,9 @@ class WeightPolicy(MaskPolicy):
     def pruned(self, *weights: Tensor) -> Tensor:
         """The `count` weights of least magnitude."""
         magnitude = weights[0].detach().abs()
-        if readable(weights[0]) and 0 < int(self.count) < magnitude.numel():
-            largest_pruned, smallest_kept = self.ranking.around(weights[0], int(self.count))
+        count = self.known_count(weights[0])
+        if count is not None and 0 < count < magnitude.numel():
+            largest_pruned, smallest_kept = self.ranking.around(weights[0], count)
             if largest_pruned < smallest_kept:
                 return magnitude <= float(largest_pruned)
         return smallest(magnitude, self.count)

@@ -1,9 +1,12 @@
-"""The order statistics of one layer, remembered while nothing changes.
+"""The order statistics of one layer, remembered while nothing changes and close by when something has.
 
 A second forward pass, gradient accumulation, the recomputation of activation checkpointing and evaluation
 all see the weights that the step before saw, and need not rank them again. What proves that nothing changed
 is the content itself, in one pass that is some ten times cheaper than a selection: version counters alone
 miss whoever writes through ``weight.data`` or through an alias.
+
+A step of the optimizer moves the wanted magnitudes by little, so they are first looked for around where they
+were; one scan shows whether they are there, and a selection from scratch follows if not.
 """
 
 from typing import Any, TypeAlias
@@ -11,9 +14,16 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from pdp_fx.ops.select import Values, as_numpy, order_statistics, storage_order
+from pdp_fx.ops.select import Values, as_numpy, order_statistics, statistics_within, storage_order
 
 Key: TypeAlias = tuple[object, ...]
+
+REMEMBERED_FROM = 1 << 10
+"""Below this many values a selection from scratch is as fast as a scan."""
+
+FARTHEST = 0.5
+FULL = 1 / 32
+"""Where the bracket has a greater share of the values than this, it is narrowed for the next time."""
 
 
 class Ranking:
@@ -22,6 +32,7 @@ class Ranking:
     def __init__(self) -> None:
         self._key: Key | None = None
         self._found: tuple[Any, Any] = (0.0, 0.0)
+        self._reach = FULL
 
     def around(self, weight: Tensor, pruned: int) -> tuple[Any, Any]:
         """Return the magnitudes of rank `pruned` and `pruned` + 1, counted from 1.
@@ -33,8 +44,22 @@ class Ranking:
         values = as_numpy(storage_order(weight.detach()))
         key = (pruned, _version(weight), *_content(values))
         if key != self._key:
-            self._found, self._key = order_statistics(values, pruned), key
+            self._found, self._key = self._select(values, pruned), key
         return self._found
+
+    def _select(self, values: Values, pruned: int) -> tuple[Any, Any]:
+        """Find both magnitudes: near the last ones, no further off than `reach` of them, or from scratch."""
+        if self._key is None or values.size < REMEMBERED_FROM:
+            return order_statistics(values, pruned)
+        bracket = self._found[0] * (1 - self._reach), self._found[1] * (1 + self._reach)
+        found = statistics_within(values, (pruned - 1, pruned), bracket)
+        if found is None:
+            self._reach = min(4 * self._reach, FARTHEST)
+            return order_statistics(values, pruned)
+        largest_pruned, smallest_kept, inside = found
+        if inside > FULL * values.size:
+            self._reach /= 2
+        return largest_pruned, smallest_kept
 
 
 def _version(weight: Tensor) -> int | None:

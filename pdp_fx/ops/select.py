@@ -53,10 +53,23 @@ def order_statistics(values: Values, count: int, key: np.ufunc = np.absolute) ->
     """
     low, high = (min(max(rank, 0), values.size - 1) for rank in (count - 1, count))
     if values.size >= SAMPLED_FROM:
-        inside, below = _between(values, *_bracket(values, low, key), key)
-        if below <= low and high - below < inside.size:
-            return _partitioned(inside, low - below, high - below)
+        found = statistics_within(values, (low, high), _bracket(values, low, key), key)
+        if found is not None:
+            return found[:2]
     return _partitioned(key(values), low, high)
+
+
+def statistics_within(
+    values: Values, ranks: tuple[int, int], bracket: tuple[Any, Any], key: np.ufunc = np.absolute
+) -> tuple[Any, Any, int] | None:
+    """Return the keys of two neighbouring ranks, counted from 0, if both lie in a bracket of keys, else None.
+
+    One scan counts what lies below the bracket, so what it finds is exact; third comes how many keys the
+    bracket has.
+    """
+    inside, below = _between(values, *bracket, key)
+    low, high = (rank - below for rank in ranks)
+    return (*_partitioned(inside, low, high), inside.size) if low >= 0 and high < inside.size else None
 
 
 def kth_and_next_by_sort(magnitude_flat: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
@@ -130,7 +143,8 @@ def _(magnitude: Tensor, count: Tensor) -> Tensor:
 
 def _partitioned(keys: Values, low: int, high: int) -> tuple[Any, Any]:
     parted = np.partition(keys, low)
-    return parted[low], parted[low + 1 :].min() if high > low else parted[low]
+    # A partition puts NaN last, so the next one is a NaN only where nothing else follows.
+    return parted[low], np.fmin.reduce(parted[low + 1 :]) if high > low else parted[low]
 
 
 def _bracket(values: Values, rank: int, key: np.ufunc) -> tuple[Any, Any]:
@@ -169,5 +183,5 @@ def _between(values: Values, low: Any, high: Any, key: np.ufunc) -> tuple[Values
         np.less_equal(keys, high, out=kept)
         np.greater(kept, less, out=kept)
         below += int(np.count_nonzero(less))
-        found.append(keys[np.flatnonzero(kept)])
-    return np.concatenate(found), below
+        found.append(keys[kept.nonzero()[0]])
+    return (found[0] if len(found) == 1 else np.concatenate(found)), below

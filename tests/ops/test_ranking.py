@@ -23,13 +23,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def selections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one entry with every selection."""
     counts: list[int] = []
-    select = ranking.order_statistics
+    select = Ranking._select  # pyright: ignore[reportPrivateUsage]
 
-    def counting(values: Values, count: int) -> tuple[object, object]:
-        counts.append(count)
-        return select(values, count)
+    def counting(memory: Ranking, values: Values, pruned: int) -> tuple[object, object]:
+        counts.append(pruned)
+        return select(memory, values, pruned)
 
-    monkeypatch.setattr(ranking, "order_statistics", counting)
+    monkeypatch.setattr(Ranking, "_select", counting)
     return counts
 
 
@@ -169,12 +169,57 @@ def test_broken_weights_are_never_remembered_as_equal() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 4.0, 1024.0])
 def test_doubles_that_were_all_scaled_are_ranked_anew(factor: float) -> None:
-    ranking, weight = (
+    memory, weight = (
         Ranking(),
         torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
     )
-    before = ranking.around(weight, 2048)
+    before = memory.around(weight, 2048)
     for _ in range(12):
         weight.data.mul_(factor)
         before = tuple(factor * value for value in before)
-        assert ranking.around(weight, 2048) == before
+        assert memory.around(weight, 2048) == before
+
+
+def by_sort(weight: Tensor, pruned: int) -> tuple[float, float]:
+    ordered = weight.detach().abs().flatten().sort().values
+    return float(ordered[pruned - 1]), float(ordered[pruned])
+
+
+@pytest.mark.parametrize("change", [0.0, 1e-4, 1e-2, 1.0, 30.0])
+@pytest.mark.parametrize("digits", [1, 3, 9])
+@pytest.mark.parametrize("size", [1024, 5000, 70_000])
+def test_magnitudes_that_move_are_found_as_a_sort_finds_them(size: int, digits: int, change: float) -> None:
+    """Few digits make ties; the wanted rank moves, too, as it does on a ramp."""
+    torch.manual_seed(0)
+    memory, weight = Ranking(), torch.randn(size)
+    for pruned in (size // 2, size // 2 + 3, size - 1, 1, 1, size // 3):
+        weight.add_(torch.randn(size) * change).div_(1 + change)
+        rounded = weight.round(decimals=digits)
+        assert memory.around(rounded, pruned) == by_sort(rounded, pruned)
+
+
+def test_magnitudes_that_hardly_moved_are_found_without_a_new_selection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    memory, weight = Ranking(), torch.randn(9000)
+    memory.around(weight, 7000)
+
+    def refused(values: Values, count: int) -> tuple[object, object]:
+        raise AssertionError("selected from scratch")
+
+    monkeypatch.setattr(ranking, "order_statistics", refused)
+    for _ in range(5):
+        weight.add_(torch.randn(9000) * 1e-3)
+        assert memory.around(weight, 7000) == by_sort(weight, 7000)
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, -math.inf, math.nan])
+def test_special_numbers_keep_their_rank_while_others_move(value: float) -> None:
+    torch.manual_seed(0)
+    memory, weight = Ranking(), torch.randn(3000)
+    weight[::3] = value
+    for pruned in (900, 1500, 1990):
+        for _ in range(3):
+            weight.mul_(1.001)
+            assert memory.around(weight, pruned) == by_sort(weight, pruned)
