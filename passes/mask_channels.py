@@ -27,7 +27,7 @@ from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
-from pdp_fx.policy import MaskSite, Producer, made
+from pdp_fx.policy import MaskSite, Producer, make_mask
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.weights.sources import computed_with
 from pdp_fx.weights.writes import idle_in_eval
@@ -67,7 +67,7 @@ class MaskChannels(Pass):
                 group.width,
                 group.parts,
             )
-            mask = made(site, ChannelMask, ChannelPolicy)
+            mask = make_mask(site, ChannelMask, ChannelPolicy)
             mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
             key = ctx.get(Pruner).add(group.name, mask, rule)
             node = _insert_mask(gm, before, key, mask, exposed.computed)

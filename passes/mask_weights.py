@@ -17,7 +17,7 @@ from pdp_fx.ops.together import Together
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, swap_modules
 from pdp_fx.passes.find_sites import layers_in
-from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, made, to_inputs
+from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, make_mask, to_inputs
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_modules
 
@@ -39,9 +39,9 @@ class MaskWeights(Pass):
             )
             if isinstance(rule, NM):
                 where = replace(where, weights=(to_inputs(weight, site.axis),), axis=site.axis)
-                mask = made(where, NMMask, NMPolicy)
+                mask = make_mask(where, NMMask, NMPolicy)
             else:
-                mask = made(where, WeightMask, WeightPolicy)
+                mask = make_mask(where, WeightMask, WeightPolicy)
             if isinstance(mask, WeightMask):
                 mask.together = together
             key = pruner.add(site.parameter, mask, rule)
