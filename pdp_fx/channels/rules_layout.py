@@ -105,8 +105,7 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
         return flow.all_without(flow.layers(source), swept, "these pixels become channels")
     if packet not in CUTS:
         return list(flow.layers(source))
-    names = [argument.name for argument in call.func._schema.arguments]
-    axis = int((dict(zip(names, call.args, strict=False)) | call.kwargs).get("dim", 0)) % source.ndim
+    axis = int(call.named().get("dim", 0)) % source.ndim
     layers: list[Layer] = []
     for layer in flow.layers(source):
         if axis in layer.support and len(layer.support) > 1:

@@ -196,9 +196,8 @@ def reduction(call: Call, flow: LabelFlow) -> None:
 
 def _reduction_arguments(call: Call) -> tuple[Tensor, bool, frozenset[int]]:
     source: Tensor = call.args[0]
-    names = [argument.name for argument in call.func._schema.arguments]
-    bound = dict(zip(names, call.args, strict=False)) | call.kwargs
-    return source, bool(bound.get("keepdim", False)), _axes(source, bound.get("dim"))
+    given = call.named()
+    return source, bool(given.get("keepdim", False)), _axes(source, given.get("dim"))
 
 
 _VANISHING = frozenset({

@@ -40,9 +40,7 @@ def slices(call: Call, flow: LabelFlow) -> None:
 
 def _axes(call: Call) -> frozenset[int]:
     """The axes that an operation runs along: those it names, its default, or all."""
-    arguments = call.func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), call.args, strict=False)) | call.kwargs
-    default = {argument.name: argument.default_value for argument in arguments}
+    given, default = call.named(), {a.name: a.default_value for a in call.func._schema.arguments}
     named: Any = given.get("dims", given.get("dim", default.get("dim", default.get("dims"))))
     ndim = call.args[0].ndim
     listed = range(ndim) if named is None else [named] if isinstance(named, int) else named
