@@ -1,4 +1,4 @@
-"""Recording a model in both modes, again and again, until all that a graph cannot hold is kept whole."""
+"""Recording a model in both modes, repeatedly, until all that a graph cannot express is kept whole."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, 
 
 @dataclass(frozen=True)
 class Recordings:
-    """A model in both modes, and what stays whole in both, each with the reason."""
+    """The aligned recordings of both modes, and the parts that are kept whole in both, with the reasons."""
 
     alignment: Alignment
     opaque: Mapping[Whole, str]
 
     def opacity(self, model: nn.Module) -> tuple[int, int]:
-        """How many weights are inside modules that decide by their data, and how many such modules are."""
+        """How many weights are inside modules kept whole for their data, and how many parts are kept so."""
         deciding = [whole for whole, reason in self.opaque.items() if reason != DIFFERS_BY_MODE]
         paths = {whole.path for whole in deciding if not whole.method}
         weights = {weight for path in paths for weight in model.get_submodule(path).parameters()}
@@ -32,7 +32,7 @@ class Recordings:
 
 
 def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
-    """Record until both modes go through; each failure makes more modules, methods or functions opaque.
+    """Record until both modes succeed; each failure makes more modules, methods or functions opaque.
 
     Args:
         model: the model; it is not modified.
@@ -59,7 +59,7 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
 
 
 def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording:
-    """Record one mode until it goes through."""
+    """Record one mode until it succeeds."""
     while True:
         known = findings.recording(training)
         if known is not None:

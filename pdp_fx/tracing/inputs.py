@@ -1,4 +1,4 @@
-"""The placeholders that the arguments of a model become."""
+"""The placeholders of a traced graph: how the arguments of a call become inputs, defaults and checks."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -43,22 +43,22 @@ class _Argument:
 
     @property
     def has_default(self) -> bool:
-        """Whether it can be left out, and then is something plain."""
+        """Whether it can be left out, and has a plain value then."""
         return self.parameter.default is not self.parameter.empty and isinstance(
             self.parameter.default, _PLAIN
         )
 
     @property
     def default(self) -> Any:
-        """What it is when left out."""
+        """Its value when it is left out."""
         return self.parameter.default if self.has_default else None
 
 
 def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall:
-    """Add the placeholders for a call; returns the call to make.
+    """Add the placeholders for a call, and return the call to make.
 
-    Arguments that hold no tensors keep the value of the example, or else their default, as a default in the
-    graph's signature; the graph checks that it gets nothing else.
+    The value of an argument without tensors, from the example or its default, becomes a default in the
+    graph's signature, and the graph checks that it gets no other value.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -104,10 +104,10 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
 
 
 def held_to_given(recording: Recording, model: nn.Module, call: ExampleCall) -> Recording:
-    """The recording with checks that there are tensors where it uses those of the example.
+    """The recording with checks that the inputs it uses contain tensors where the example does.
 
-    A model may ask whether something is None, and do something else then. What a mode does not use may be
-    left out there, and what fails by itself without a tensor needs no check.
+    A model may ask whether an input is None and act differently then. There is no check for an input that a
+    mode does not use, or where anything but a tensor fails by itself.
     """
     inputs = [step for step in recording.steps if step.op == "placeholder"]
     given = {argument.name: argument.value for argument in _arguments(model, call)}

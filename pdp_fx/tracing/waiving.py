@@ -1,4 +1,4 @@
-"""Taking back checks of sizes that turn out to be stricter than the model is."""
+"""Removing checks of sizes that turn out to be stricter than the model."""
 
 import logging
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Mapping[bool, Outcome]) -> bool:
-    """Erase the checks of sizes that fail on an example, if the graph is right there without them.
+    """Erase the checks of sizes that fail on an example, if the graph is right for it without them.
 
-    A model may go different ways to the same end, such as to expand something or not.
+    A model may take different branches with equal results, such as to expand a tensor of size 1 or not.
 
     Args:
         gm: the graph; changed only if it is right.
