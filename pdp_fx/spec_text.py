@@ -1,6 +1,6 @@
 """Specs as plain values and as text: dataclasses to dicts and back with strict keys, and a small TOML writer.
 
-Plain values are dicts, strings, ints, floats and None, as JSON has them. TOML has no None and writes "skip".
+Plain values are dicts, strings, ints, floats and None, as in JSON. For None, which TOML lacks, "skip" is used.
 """
 
 import json
@@ -27,7 +27,7 @@ _RULES: dict[str, type[Rule]] = {"unstructured": Unstructured, "nm": NM, "channe
 
 
 def fields_to_plain(instance: Rule | Schedule) -> dict[str, Plain]:
-    """The fields that hold a value, by name; a policy by its import path.
+    """The fields that are not None, by name, with a policy as its import path.
 
     Raises:
         SpecError: a policy cannot be imported by its name.
