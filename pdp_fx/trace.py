@@ -161,19 +161,30 @@ def _for_other_batches(
     if not problem or waive(gm, model, other, wanted):
         _waive_on_one(gm, model, example)
         return gm
-    try:
-        general = _traced(model, other, findings.anew(Sizes(held=findings.sizes.held)), None)
-        modes = {training: reference(model, example, training) for training in MODES}
-        if not problem_of(general, model, example, modes, None) or waive(general, model, example, modes):
-            _waive_on_one(general, model, example)
-            if watch is not None:
-                gives_when_watched(general, model, example, modes[False], watch)
-            return general
-    except TraceError as err:
-        _log.info("not traced on another batch: %s", err)
+    general = _from_other_batch(model, example, other, findings, watch)
+    if general is not None:
+        return general
     _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
     sizes = Sizes(batch=example.batch, held=findings.sizes.held)
     return _traced(model, example, findings.anew(sizes), watch)
+
+
+def _from_other_batch(
+    model: nn.Module, example: ExampleCall, other: ExampleCall, findings: Findings, watch: Runner | None
+) -> fx.GraphModule | None:
+    """The graph of the model traced on ``other``, if it is right for ``example``, too; else None."""
+    try:
+        gm = _traced(model, other, findings.anew(Sizes(held=findings.sizes.held)), None)
+        wanted = {training: reference(model, example, training) for training in MODES}
+        if problem_of(gm, model, example, wanted, None) and not waive(gm, model, example, wanted):
+            return None
+        _waive_on_one(gm, model, example)
+        if watch is not None:
+            gives_when_watched(gm, model, example, wanted[False], watch)
+        return gm
+    except TraceError as err:
+        _log.info("not traced on another batch: %s", err)
+        return None
 
 
 def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:

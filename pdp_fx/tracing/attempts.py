@@ -73,13 +73,23 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
             )
             findings.note(training, recording, knowledge)
         except UnrecordableError as err:
-            _keep_whole(model, err, findings)
-            for other in err.more:
-                if other.whole not in (None, Whole(""), *findings.tried):
-                    _keep_whole(model, other, findings)
+            _learn(model, err, findings)
+
+
+def _learn(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:
+    """Keep whole what an error of a recording, and the further errors in it, ask for."""
+    _keep_whole(model, err, findings)
+    for other in err.more:
+        if other.whole not in (None, Whole(""), *findings.tried):
+            _keep_whole(model, other, findings)
 
 
 def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:
+    """Keep whole the part that an error names.
+
+    Raises:
+        TraceError: it is the model itself, or the part was kept whole before.
+    """
     whole, source = err.whole or Whole(""), err.source or source_of(err)
     if whole == Whole("") or whole in findings.tried:
         name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"

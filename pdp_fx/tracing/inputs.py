@@ -86,6 +86,12 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             args.append(value)
     if fixed:
         recorder.steps.append(check_inputs(fixed, recorder.scope))
+    _check_sizes(recorder, batches, sizes)
+    return ExampleCall(tuple(args), kwargs)
+
+
+def _check_sizes(recorder: Recorder, batches: Facts, sizes: Facts) -> None:
+    """Add the checks of the batch size and of other sizes that the graph must insist on."""
     if batches:
         message = (
             f"this graph holds for a batch of {batches[0][1]} only: another makes the model do something "
@@ -100,7 +106,6 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             "example_inputs of the size you need"
         )
         recorder.steps.append(check_step(sizes, message, recorder.scope, ""))
-    return ExampleCall(tuple(args), kwargs)
 
 
 def held_to_given(recording: Recording, model: nn.Module, call: ExampleCall) -> Recording:
