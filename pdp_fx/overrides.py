@@ -1,8 +1,8 @@
 """The keys of a spec's overrides: which are allowed, which one wins for a module, and which match nothing.
 
 A key is the name of a module (a container's name covers everything inside), "re:<regex>" for the whole name
-of a module, or a module type. Names win over regexes, and regexes over types. Among matching names the longest
-wins, among regexes and types the first.
+of a module, or a module type. Names win over regexes, and regexes over types. Among matching names the
+longest wins, among regexes and types the first.
 """
 
 import pkgutil

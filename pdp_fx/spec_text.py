@@ -1,6 +1,6 @@
 """Specs as plain values and as text: dataclasses to dicts and back with strict keys, and a small TOML writer.
 
-Plain values are dicts, strings, ints, floats and None, as in JSON. For None, which TOML lacks, "skip" is used.
+Plain values are dicts, strings, ints, floats and None, as in JSON. For None, which TOML lacks, it is "skip".
 """
 
 import json
