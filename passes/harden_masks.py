@@ -90,7 +90,7 @@ def _write_masked(gm: fx.GraphModule, found: Mapping[fx.Node, _Evaluated]) -> No
     final = {str(masked[node].read.target): (masked[node].value, node.target is mask_axis) for node in outer}
     for node in reversed(masked):
         if node in outer:
-            # The node that has always read the parameter goes on to read it: analyses know it by its name.
+            # The original read of the parameter is kept, because the channel map knows it by its name.
             node.replace_all_uses_with(masked[node].read, delete_user_cb=lambda user: user not in masked)
         gm.graph.erase_node(node)
     old = {name: gm.get_parameter(name) for name in final}

@@ -51,7 +51,8 @@ class ShrinkChannels(Pass):
             return False
         if ctx.example_inputs is None:
             raise PassError(
-                "channels can only be removed with the example inputs that the model was prepared on"
+                "channels are to be removed, but the model was prepared without example_inputs; "
+                "prepare it with them"
             )
         found = ctx.find(ChannelMap)
         if found is None or not found.covers(gm):
@@ -157,7 +158,10 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
         node = nodes[name]
         rewrite = rewrite_of(gm, node)
         if rewrite is None:
-            raise PassError(f"%{name} was to be resized, but there is no way to")
+            raise PassError(
+                f"%{name} must be resized for the channels that stay, but no rewrite can do that; convert "
+                "the model as prepare has returned it"
+            )
         read = [value for source in node.all_input_nodes for value in found.given(source) or ()]
         source = found.kept(read[0] if read else Labelled((), ()), gone)
         results = tuple(found.kept(value, gone) for value in found.given(node) or ())

@@ -113,7 +113,7 @@ def _pair(item: object) -> tuple[object, object]:
 
 
 def _checked_key(key: object) -> Key:
-    """`key` with a "type:" string resolved to its class; `SpecError` if it is no possible key."""
+    """`key` with a "type:" string resolved to its class; `SpecError` if it is invalid."""
     if isinstance(key, str):
         return _checked_text(key)
     if isinstance(key, type) and issubclass(key, nn.Module):

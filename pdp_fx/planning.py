@@ -126,7 +126,10 @@ class Planner:
     ) -> list[int]:
         """How many channels each group loses to meet a MAC target; ``others`` are targets of other masks."""
         if self.mac_model is None or rule.mac_reduction is None:
-            raise StateError("a MAC target needs the model's MAC counts")
+            raise StateError(
+                f"{rule_text(rule)} needs the multiply-accumulates of the model, which are not known; "
+                "prepare it with example_inputs"
+            )
         model, reduction = self.mac_model, rule.mac_reduction
         widths = [len(score) for score in scores]
         order = [name for name, mask in self.masks.items() if isinstance(mask, ChannelPolicy)]

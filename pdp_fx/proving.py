@@ -160,7 +160,10 @@ def _converted(
     """
     pruner = gm.get_submodule(CHILD)
     if not isinstance(pruner, Pruner):
-        raise StateError("the model's 'pdp' child is not what prepare has put there")
+        raise StateError(
+            f"the model's child '{CHILD}' is a {type(pruner).__name__}, and not the state that prepare has "
+            "added; prepare the original model again"
+        )
     inputs = None if pruner.example_inputs is None else matching(pruner.example_inputs, gm)
     ctx = Context(pruner.spec, inputs)
     ctx.put(pruner)

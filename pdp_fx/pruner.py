@@ -240,7 +240,7 @@ def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
     """All prepared graph modules inside ``model``, itself included, with their states.
 
     Raises:
-        StateError: it is no module.
+        StateError: it is not a module.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise StateError(f"the model must be a torch.nn.Module, got {described(model)}")

@@ -102,7 +102,7 @@ def to_toml(values: Mapping[str, Plain]) -> str:
 
 
 def parse_toml(text: str) -> dict[str, object]:
-    """The table a TOML text holds; `SpecError` with the parser's line and column if it is no TOML."""
+    """The table in a TOML text; `SpecError` with the parser's line and column if the text is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as err:
@@ -110,7 +110,7 @@ def parse_toml(text: str) -> dict[str, object]:
 
 
 def parse_json(text: str) -> object:
-    """The value a JSON text holds; `SpecError` if it is no JSON or gives one key twice."""
+    """The value in a JSON text; `SpecError` if the text is not JSON or has a key twice."""
     try:
         return cast(object, json.loads(text, object_pairs_hook=_without_duplicates))
     except json.JSONDecodeError as err:

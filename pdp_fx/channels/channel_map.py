@@ -133,7 +133,10 @@ class ChannelMap:
                 others = tuple(other for other in range(grid.ndim) if other != axis)
                 stays[axis] = np.asarray(grid.any(axis=others))
             if int(grid.sum()) != int(np.prod([stays[axis].sum() for axis in layer.support])):
-                raise PassError("the channels that stay do not form a rectangle")
+                raise PassError(
+                    f"the channels that stay in a tensor of shape {value.shape} do not form a rectangle; "
+                    "this is a bug of this package"
+                )
         return Kept(value, stays)
 
 

@@ -51,7 +51,7 @@ def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Ma
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a node works out a number from sizes, if nobody uses it any more."""
+    """Whether a node only computes a number from sizes, so that it can go once it has no users."""
     if node.op == "call_method":
         return node.target in LAYOUT
     return getattr(node.target, "__module__", "") in NUMBER_HOMES and not acts_in_place(node)

@@ -124,7 +124,7 @@ class ComputedUses:
 
 def _use(node: fx.Node, weight: fx.Node, axis: int | None, effect: Effect, inner: bool) -> Use:
     where = f"%{weight.name} ({weight.meta.get('source', '')})".replace(" ()", "")
-    unfit = f"a zero in it is no zero of the weight that {where} computes for %{node.name}"
+    unfit = f"a zero in it makes no zero in the weight that {where} computes for %{node.name}"
     unfit_for_groups = f"no axis of it runs along the input channels of %{node.name}"
     return Use(
         node.name, "" if effect.keeps_zeros else unfit, unfit_for_groups, effect.input_axis, inner, axis
