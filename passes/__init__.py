@@ -1,4 +1,8 @@
-"""The two pipelines, in order."""
+"""The compiler's passes, one in each file, and the two pipelines that run them in order.
+
+`pdp_fx.api.prepare` runs `PREPARE` on a traced graph, and `pdp_fx.proving` runs `CONVERT` on a copy of a
+prepared one. Passes leave their results for later ones in the `pdp_fx.compiler.Context`.
+"""
 
 from pdp_fx.compiler import Pipeline
 from pdp_fx.passes.check_order import CheckOrder
@@ -18,24 +22,24 @@ from pdp_fx.passes.write_weights import WriteWeights
 
 PREPARE = Pipeline(
     (
-        FindSites(),
-        LabelChannels(),
-        ChooseTargets(),
-        ExposeParameters(),
-        MaskWeights(),
-        MaskChannels(),
+        FindSites(),  # which weights can be pruned one by one
+        LabelChannels(),  # which channels depend on each other
+        ChooseTargets(),  # what the spec prunes of both
+        ExposeParameters(),  # parameters become values of the graph
+        MaskWeights(),  # a mask behind every planned weight
+        MaskChannels(),  # a mask for every planned group of channels
     )
 )
 
 CONVERT = Pipeline(
     (
-        WriteWeights(),
-        FixMode(),
-        HardenMasks(),
-        RestoreModules(),
-        ShrinkChannels(),
-        CheckOrder(),
-        FoldBatchNorm(),
-        VerifyEquivalence(),
+        WriteWeights(),  # computed weights become parameters
+        FixMode(),  # eval mode becomes the only mode
+        HardenMasks(),  # masked values become parameters
+        RestoreModules(),  # modules read their own parameters again
+        ShrinkChannels(),  # pruned channels leave every tensor
+        CheckOrder(),  # channels still meet the same channels
+        FoldBatchNorm(),  # BatchNorm goes into the layer before it
+        VerifyEquivalence(),  # outputs are those of the prepared model
     )
 )

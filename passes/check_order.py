@@ -1,9 +1,9 @@
-"""Check that every channel that is left still meets the channels it met before.
+"""Check that every remaining channel still meets the same channels as before.
 
-The numbers cannot tell: one wrong index may move an output by a few parts in a hundred million. So
-labels flow through the small graph, too. Each label of a sliced parameter is known under its old
-name; two labels that an operation brings together now must be two that it brought together before,
-or two that always go together, such as those of one head when a single head is left.
+Comparing outputs is not enough: one wrong index may change an output by a few parts in a hundred million. So
+the small graph is run with labels, too. The labels of a sliced parameter are mapped to the labels that these
+indices had before. Two labels that an operation brings together now must be two that were brought together
+before, or two of one class, such as those of one head when a single head is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdp_fx.passes.shrink_channels import Shrunk
 
 @dataclass(frozen=True)
 class CheckOrder(Pass):
-    """Runs the shrunk graph once with labels; does nothing where no channel was removed."""
+    """Runs the shrunk graph once with labels; does nothing if no channel was removed."""
 
     name: ClassVar[str] = "check-order"
 
@@ -35,7 +35,7 @@ class CheckOrder(Pass):
             return False
         with trial(gm):
             inputs, grouped = fresh(ctx.example_inputs), shrunk.found.grouped
-            after = observe(gm, inputs, {}, grouped, _left(gm, shrunk.found)).record
+            after = observe(gm, inputs, {}, grouped, _remaining_stand_ins(gm, shrunk.found)).record
         ctx.put(Shapes({node: values[0].shape for node, values in after.values.items() if values}))
         wrong = _new_meetings(shrunk, after)
         if wrong:
@@ -46,8 +46,8 @@ class CheckOrder(Pass):
         return False
 
 
-def _left(gm: fx.GraphModule, before: ChannelMap) -> list[StandIn]:
-    """The computed weights that stood for parameters and were not written down, since they lose nothing."""
+def _remaining_stand_ins(gm: fx.GraphModule, before: ChannelMap) -> list[StandIn]:
+    """The computed weights that stood for parameters and still do, because nothing of them was pruned."""
     nodes = {node.name for node in gm.graph.nodes}
     return [replace(by, needed=True) for by in before.stand_ins.values() if by.node in nodes]
 
@@ -55,29 +55,30 @@ def _left(gm: fx.GraphModule, before: ChannelMap) -> list[StandIn]:
 def _new_meetings(shrunk: Shrunk, after: Record) -> int:
     """How many pairs of channels meet in the small graph that did not meet in the large one.
 
-    Channels that meet are of one class, so two of different classes have never met.
+    Channels that meet are tied into one class, so channels of different classes have not met.
     """
     before = shrunk.found
-    old_name = np.full(after.ties.count, -1)
+    old_label = np.full(after.ties.count, -1)
     for slot, ids in after.slots.items():
         if slot in before.ids:
-            old_name[ids.numpy()] = before.ids[slot][~shrunk.gone[before.slots[slot]]]
-    pairs = old_name[after.ties.joined()]
+            old_label[ids.numpy()] = before.ids[slot][~shrunk.gone[before.slots[slot]]]
+    pairs = old_label[after.ties.joined()]
     left, right = before.classes[pairs]
     stays = np.zeros(len(before.classes), dtype=bool)
     stays[before.stays] = True
     # A channel that must stay meets one that may go only inside a slice that is kept or dropped whole.
     loose = (pairs >= 0).all(axis=0) & (left != right) & (stays[left] == stays[right])
-    # Where a single head is left, a value shared by all heads meets it by channels; with several heads it
-    # stayed, and was followed no further.
+    # If a single head is left, a value that is shared by all heads meets its channels one by one. With
+    # several heads the labels of that value were frozen and met none.
     unseen = ~before.met[pairs].all(axis=0)
-    # Two last heads that are joined along the axis of heads lie side by side there, channel by channel.
+    # If two tensors with one head left each are joined along the axis of heads, the channels of these two
+    # heads lie side by side.
     last = _last_heads(before, shrunk.gone)
     return int((loose & ~(unseen & stays[left]) & ~(last[left] & last[right])).sum())
 
 
 def _last_heads(before: ChannelMap, gone: np.ndarray) -> np.ndarray:
-    """For every class whether it is all that is left along an axis of a tensor, in several places."""
+    """For every class, whether it alone is left along some parameter axis, with more than one index there."""
     last = np.zeros(len(before.classes), dtype=bool)
     for classes in before.slots.values():
         left = classes[~gone[classes]]

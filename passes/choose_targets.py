@@ -1,4 +1,4 @@
-"""Match the spec with what the model has: which weights and which channel groups get which rule."""
+"""Match the spec with the sites and channel groups found: which of them are pruned, by which rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdp_fx.passes.find_sites import Site, Sites
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be masked.
+    """What will be masked, and what of the spec's wishes will not.
 
     Attributes:
         weights: weights pruned one by one or N:M, each with its rule.
@@ -37,7 +37,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class ChooseTargets(Pass):
-    """Leaves a `Plan` in the context."""
+    """Puts a `Plan` into the context."""
 
     name: ClassVar[str] = "choose-targets"
 
@@ -56,9 +56,9 @@ class ChooseTargets(Pass):
         skipped: list[tuple[str, str]] = []
         for site in ctx.get(Sites).weights:
             rule = rules[site.parameter]
-            why = _dispute(asked[site.parameter]) or _misfit(gm, site, rule)
-            if why:
-                skipped.append((site.owner or site.parameter, why))
+            reason = _dispute(asked[site.parameter]) or _misfit(gm, site, rule)
+            if reason:
+                skipped.append((site.owner or site.parameter, reason))
             elif isinstance(rule, (Unstructured, NM)):
                 weights.append((site, rule))
         skipped += _out_of_reach(gm, ctx)
@@ -80,7 +80,7 @@ class ChooseTargets(Pass):
 
 
 def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> list[tuple[str, str]]:
-    """The modules whose matrices the spec asks for, but which use them inside themselves, as an LSTM does."""
+    """Modules with a rule whose matrices no mask can reach, as unknown code uses them; with the reason."""
     names, sites = owned_names(gm), {site.parameter for site in ctx.get(Sites).weights}
     found: dict[str, str] = {}
     for node in gm.graph.find_nodes(op="call_module"):
@@ -110,11 +110,11 @@ def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup])
 
 
 Asked = dict[str, Rule | None]
-"""What the spec says to each module that owns a tensor."""
+"""The spec's rule for each module that owns a tensor, by the module's name."""
 
 
 def _rules_by_owner(gm: fx.GraphModule, ctx: Context) -> dict[str, Asked]:
-    """What is asked for every parameter and buffer; a shared one has several owners."""
+    """What the spec asks for every parameter and buffer, by name; a shared tensor has several owners."""
     names = owned_names(gm)
     asked: dict[str, Asked] = {name: {} for name in names.values()}
     for owner, module in ctx.modules.items():
@@ -132,7 +132,7 @@ def _agreed(asked: Asked) -> Rule | None:
 
 
 def _dispute(asked: Asked) -> str:
-    """How the rules of the owners of a shared weight differ, or the empty string."""
+    """Which different rules the owners of a shared weight have, or the empty string."""
     if len(set(asked.values())) < 2:
         return ""
     texts = [f"{owner}: {'skip' if rule is None else rule_text(rule)}" for owner, rule in asked.items()]
@@ -157,7 +157,7 @@ def _misfit(gm: fx.GraphModule, site: Site, rule: Rule | None) -> str:
 def _sort_groups(
     found: ChannelMap, rules: dict[str, Rule | None], weights: list[tuple[Site, Unstructured | NM]]
 ) -> tuple[list[tuple[ChannelGroup, Channels]], list[ChannelGroup]]:
-    """Split prunable groups by what the spec says of the layers that produce them."""
+    """The groups that the spec prunes, and the groups that it asks for but that must stay."""
     fixed = _read_by_nm(found, weights)
     groups: list[tuple[ChannelGroup, Channels]] = []
     kept = [group for group in found.frozen if _wanted(group, rules)]
@@ -174,12 +174,13 @@ def _sort_groups(
 
 
 def _wanted(group: ChannelGroup, rules: dict[str, Rule | None]) -> list[Channels]:
+    """The `Channels` rules that the spec gives to the producers of a group."""
     asked = [rules.get(slot.tensor) for slot in group.producers]
     return [rule for rule in asked if isinstance(rule, Channels)]
 
 
 def _read_by_nm(found: ChannelMap, weights: list[tuple[Site, Unstructured | NM]]) -> dict[int, str]:
-    """Classes that an N:M weight reads, with that weight."""
+    """The channel classes that a weight pruned N:M reads, each with the name of that weight."""
     return {
         root: site.parameter
         for site, rule in weights
@@ -189,7 +190,7 @@ def _read_by_nm(found: ChannelMap, weights: list[tuple[Site, Unstructured | NM]]
 
 
 def _unread(group: ChannelGroup, found: ChannelMap) -> Reason | None:
-    """A group that nothing reads in eval mode cannot be trained to do without channels."""
+    """Why a group stays that nothing reads in eval mode, or None if something does."""
     if any(slot in found.masked for slot in group.members):
         return None
     if any(np.isin(found.classes[site.ids.numpy()], group.classes).any() for site in found.norms):
@@ -198,7 +199,7 @@ def _unread(group: ChannelGroup, found: ChannelMap) -> Reason | None:
 
 
 def _conflict(group: ChannelGroup, rules: dict[str, Rule | None], fixed: dict[int, str]) -> Reason | None:
-    """Why the spec itself keeps a group, or None."""
+    """Why the spec's own rules keep a group, or None."""
     first = group.producers[0].tensor
     others = [slot.tensor for slot in group.producers if rules.get(slot.tensor) != rules.get(first)]
     if others or not isinstance(rules.get(first), Channels):

@@ -1,8 +1,8 @@
-"""Turn the parameters that will be masked into values of the graph.
+"""Make the parameters that will be masked values of the graph.
 
-A module keeps its place and its parameters' names, but receives the parameters as arguments, so
-that a mask can be put between a parameter and its use. Where a computed weight stands for a parameter, its
-node is there already.
+A module keeps its place and the names of its parameters, but gets the parameters as arguments, so that a
+mask can be put between a parameter and its use. If a computed weight stands for a parameter, the node that
+computes it serves as this value.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pdp_fx.weights.writes import idle_in_eval, read_to_write, writes
 
 @dataclass
 class Exposed:
-    """The node that now stands for each exposed parameter; masking passes move it along.
+    """The node that holds the value of each exposed parameter; a masking pass replaces it by the masked one.
 
     Attributes:
-        nodes: by the name of the parameter, what masks are put on next.
-        computed: by the name of the parameter, the computed weights that stand for parameters, unmasked.
+        nodes: by the name of the parameter, the node that the next mask is applied to.
+        computed: by the name of the parameter, the node of a computed weight that stands for it, unmasked.
     """
 
     nodes: dict[str, fx.Node]
     computed: dict[str, fx.Node]
 
     def wrap(self, name: str, wrapper: fx.Node) -> None:
-        """Let ``wrapper``, which reads the node of parameter ``name``, take its place in all layers."""
+        """Let all layers read ``wrapper``, a node computed from that of parameter ``name``, in its place."""
 
         def is_layer(user: fx.Node) -> bool:
             return user is not wrapper and not str(user.target).startswith(f"{CHILD}.")
@@ -60,7 +60,7 @@ def masked_slots(ctx: Context) -> list[Slot]:
 
 @dataclass(frozen=True)
 class ExposeParameters(Pass):
-    """Gives every parameter of the plan one ``get_attr`` node; leaves them as `Exposed`."""
+    """Gives every parameter of the plan one ``get_attr`` node, and puts an `Exposed` into the context."""
 
     name: ClassVar[str] = "expose-parameters"
 
@@ -74,15 +74,15 @@ class ExposeParameters(Pass):
             if called is not None:
                 _expose(gm, node, called, wanted, names, swaps)
         swap_modules(gm, swaps)
-        computed = _standing(gm, ctx)
+        computed = _computed_weights(gm, ctx)
         reads = _merge_reads(gm, wanted - computed.keys(), names)
         ctx.put(Exposed(reads | computed, computed))
         ctx.get(Pruner).computed = {name: node.name for name, node in computed.items()}
         return bool(wanted)
 
 
-def _standing(gm: fx.GraphModule, ctx: Context) -> dict[str, fx.Node]:
-    """The nodes that stand for parameters which the plan prunes, one by one or with channels."""
+def _computed_weights(gm: fx.GraphModule, ctx: Context) -> dict[str, fx.Node]:
+    """The nodes of computed weights that the plan prunes, by the name of the parameter they stand for."""
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
     pruned = {site.parameter for site, _ in plan.weights}
     cut = {slot.tensor for group, _ in plan.groups for slot in group.members}
@@ -104,7 +104,16 @@ def _expose(
     names: dict[int, str],
     swaps: dict[nn.Module, nn.Module],
 ) -> None:
-    """Pass the wanted parameters of a module to it as arguments; ``swaps`` collects what takes them."""
+    """Pass the wanted parameters of a called module as arguments.
+
+    Args:
+        gm: the graph module.
+        node: the node that calls the module.
+        target: the module's name.
+        wanted: names of the parameters to expose.
+        names: the name of every parameter and buffer by its id.
+        swaps: collects the module's replacement, whose ``forward`` takes the parameters.
+    """
     module = gm.get_submodule(target)
     kind = kind_of(module)
     if kind is None:
@@ -122,16 +131,16 @@ def _expose(
 
 
 def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
-    """Put every value in place of its key everywhere in ``root``, under all its names."""
+    """Replace every key by its value everywhere in ``root``, under all its names."""
     for name, module in named_modules(root) if swaps else ():
         if module in swaps:
             root.set_submodule(name, swaps[module])
 
 
 def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:
-    """Let one read of each wanted parameter serve all its uses.
+    """Let all uses of a wanted parameter share one read, and return these reads by the parameters' names.
 
-    What writes to parameters in training mode goes on reading and writing them as they are, without masks.
+    Nodes that write to parameters in training mode keep reads of their own: they need the raw parameter.
     """
     with trial(gm):
         writing = read_to_write(gm.graph, writes(gm, names), idle_in_eval(gm.graph))

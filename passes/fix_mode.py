@@ -1,7 +1,8 @@
-"""Write eval mode into the graph: the converted model has no other.
+"""Fix the graph to eval mode, the only mode of the converted model.
 
-A traced graph follows ``.train()``: it reads the training flag of a module, picks one of two values
-by it, and calls some functions in one mode only. In eval mode all of that is known.
+A traced graph follows ``.train()``: it reads the training flags of modules, picks one of two values by them,
+and calls some functions in one mode only (`When`). Here every flag is replaced by False, and everything that
+follows from it is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pdp_fx.tracing.modes import When
 
 @dataclass(frozen=True)
 class FixMode(Pass):
-    """Leaves a graph in which nothing depends on training flags."""
+    """Leaves a graph in which nothing depends on a training flag."""
 
     name: ClassVar[str] = "fix-mode"
 
@@ -49,7 +50,7 @@ class FixMode(Pass):
 
 
 def _substitute(node: fx.Node, known: dict[fx.Node, Any]) -> None:
-    """Give ``node`` the values of known nodes in their place."""
+    """Replace the known nodes among the arguments of ``node`` by their values."""
     if not any(source in known for source in node.all_input_nodes):
         return
 
@@ -67,7 +68,7 @@ def _is_flag(node: fx.Node, modules: frozenset[str]) -> bool:
 
 
 def _call_plainly(graph: fx.Graph, node: fx.Node, function: Any) -> None:
-    """Put a call without a condition in the place of one that had one."""
+    """Replace a conditional call of ``function``, whose condition is true, by an unconditional one."""
     with graph.inserting_before(node):
         called = node.args[1] if function is operator.call else None
         if isinstance(called, fx.Node) and called.op == "get_attr":
@@ -80,5 +81,5 @@ def _call_plainly(graph: fx.Graph, node: fx.Node, function: Any) -> None:
 
 
 def _does_nothing_else(node: fx.Node) -> bool:
-    """Whether ``node`` can go once nobody uses what it gives."""
+    """Whether ``node`` can be erased once its result has no users."""
     return node.op != "placeholder" and not node.is_impure() and not acts_in_place(node)

@@ -1,13 +1,14 @@
 """Fold BatchNorm into the layer before it.
 
-In eval mode BatchNorm is the affine map y = (x - mean) * weight / sqrt(var + eps) + bias. After a
-layer whose outputs are linear in its weight and bias, both can absorb it: every output row is
-scaled by weight / sqrt(var + eps), and the bias moves along. It is legal only if nobody else sees
-the layer's output, nobody else uses the two modules or their parameters, and the channels that
-BatchNorm reads (axis 1) are the layer's outputs: a Linear of sequences has them on the last axis.
+In eval mode BatchNorm is the affine map y = (x - mean) * weight / sqrt(var + eps) + bias. The output of a
+convolution or linear layer is linear in the layer's weight and bias, so these can absorb the map: every row
+of the weight is multiplied by weight / sqrt(var + eps), and the bias becomes (bias - mean) times this factor
+plus BatchNorm's bias. That is legal only if nothing else reads the layer's output, nothing else uses the two
+modules or their parameters, and BatchNorm's channels (axis 1) are the layer's outputs. A Linear on sequences
+has its outputs on the last axis instead.
 
-What counts is what is computed. A user's own layer is in the graph as the functions that it calls,
-so it folds if it gives its weight to a convolution as it is, and not if it computes another one.
+Modules and functions are treated alike (`ops.folding`): a user's own layer is in the graph as the functions
+that it calls. It is folded if it passes its weight to a convolution unchanged, and not if it computes one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ BIAS = 2
 
 @dataclass(frozen=True)
 class Pair:
-    """A layer and the BatchNorm behind it, as nodes and as what they compute with."""
+    """A layer and the BatchNorm after it.
+
+    Attributes:
+        layer: the node of the layer.
+        norm: the node of the BatchNorm.
+        before: the tensors and settings of the layer.
+        after: those of the BatchNorm.
+        fold: computes the folded weight and bias.
+    """
 
     layer: fx.Node
     norm: fx.Node
@@ -45,7 +54,7 @@ class Pair:
     def folded(self) -> tuple[Tensor, ...] | None:
         """The folded weight and bias, computed in float64; None if they do not fit into the layer's dtype.
 
-        Half precision has no room for a weight that a small variance makes large, or a large one small.
+        A small variance can make weights too large for half precision, and a large variance too small.
         """
         layer, norm = (copy.deepcopy(part.module).double() for part in (self.before, self.after))
         dtype = _weight(self.before.module).dtype
@@ -58,7 +67,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class FoldBatchNorm(Pass):
-    """Works on plain modules in eval mode; a BatchNorm that cannot be folded stays."""
+    """Folds what can be folded exactly; any other BatchNorm stays."""
 
     name: ClassVar[str] = "fold-batch-norm"
 
@@ -68,17 +77,14 @@ class FoldBatchNorm(Pass):
         edited = False
         for pair in _on_channels(gm, pairs, ctx):
             folded = pair.folded()
-            if folded is None:
-                continue
-            _write(gm, pair, *folded)
-            pair.norm.replace_all_uses_with(pair.layer)
-            gm.graph.erase_node(pair.norm)
-            edited = True
+            if folded is not None:
+                _write(gm, pair, *folded)
+                edited = True
         return edited
 
 
 def _uses(gm: fx.GraphModule) -> Counter[int]:
-    """How often the graph uses each module, parameter and buffer, by identity."""
+    """How often the graph uses each module, parameter and buffer, by its id."""
     uses: Counter[int] = Counter()
     for node in gm.graph.nodes:
         if node.op == "call_module":
@@ -86,19 +92,19 @@ def _uses(gm: fx.GraphModule) -> Counter[int]:
             uses[id(module)] += 1
             uses.update(id(tensor) for tensor in [*module.parameters(), *module.buffers()])
         elif node.op == "get_attr":
-            readers = sum(not _only_looks(user) for user in node.users)
+            readers = sum(not _reads_metadata(user) for user in node.users)
             uses[id(attribute(gm, node.target))] += readers
     return uses
 
 
-def _only_looks(node: fx.Node) -> bool:
-    """Whether ``node`` asks a tensor for its size or the like, which folding does not change."""
+def _reads_metadata(node: fx.Node) -> bool:
+    """Whether ``node`` reads only the size, dtype or the like of a tensor, which folding does not change."""
     asked = node.args[1] if node.target is getattr else node.target
     return asked in METADATA | SIZES
 
 
 def _foldable(gm: fx.GraphModule, norm: fx.Node, uses: Counter[int]) -> Pair | None:
-    """The layer and the norm, if ``norm`` is a BatchNorm that can go."""
+    """The layer and the BatchNorm, if ``norm`` is one that can be folded, or None."""
     after = norm_at(gm, norm)
     layer = norm.all_input_nodes[0] if after is not None else None
     before = None if layer is None else layer_at(gm, layer)
@@ -114,7 +120,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _on_channels(gm: fx.GraphModule, pairs: list[Pair], ctx: Context) -> list[Pair]:
-    """The pairs whose layer has its outputs on axis 1: it has as many axes as its weight then."""
+    """The pairs whose layer has its outputs on axis 1: those whose output has as many axes as the weight."""
     ranks = {pair.norm.name: pair.after.ranks for pair in pairs}
     if ctx.example_inputs is not None and any(len(possible) > 1 for possible in ranks.values()):
         known = ctx.find(Shapes)
@@ -124,13 +130,15 @@ def _on_channels(gm: fx.GraphModule, pairs: list[Pair], ctx: Context) -> list[Pa
 
 
 def _vanishes(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether even the largest weight is too small to have all its digits in this dtype."""
+    """Whether even the largest weight is subnormal in this dtype, and so has lost digits."""
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     return 0 < largest < torch.finfo(dtype).tiny
 
 
 def _write(gm: fx.GraphModule, pair: Pair, weight: Tensor, bias: Tensor) -> None:
-    """Put the folded tensors where the layer reads its own."""
+    """Put the folded tensors in the place of the layer's own, and remove the BatchNorm."""
+    pair.norm.replace_all_uses_with(pair.layer)
+    gm.graph.erase_node(pair.norm)
     layer, reads = cast(nn.Conv2d, pair.before.module), pair.before.reads
     new = [nn.Parameter(tensor, pair.before.trainable) for tensor in (weight, bias)]
     if not reads:
@@ -144,7 +152,7 @@ def _write(gm: fx.GraphModule, pair: Pair, weight: Tensor, bias: Tensor) -> None
 
 
 def _give_bias(gm: fx.GraphModule, layer: fx.Node, stem: str, bias: nn.Parameter) -> None:
-    """Let a function without a bias read this one."""
+    """Register a bias and pass it to the function call ``layer``, which had none."""
     name = free_name(gm, stem)
     gm.register_parameter(name, bias)
     with gm.graph.inserting_before(layer):

@@ -1,10 +1,13 @@
-"""Apply the hard masks for good: write the masked values into the parameters, drop the mask nodes."""
+"""Make the hard masks permanent: write the masked values into the parameters, and drop the mask nodes.
+
+Channels stay in place for now, as zeros; `shrink_channels` removes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,14 +26,14 @@ from pdp_fx.pruner import CHILD, Pruner
 
 @dataclass(frozen=True)
 class Dropped:
-    """The channels that go: for each producing weight axis the rows to remove."""
+    """The channels to remove: for each weight axis that produces channels, the indices that go."""
 
     rows: dict[Slot, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class HardenMasks(Pass):
-    """Leaves the channels to remove as `Dropped`, and a graph without any mask."""
+    """Leaves a graph without masks, and puts a `Dropped` into the context."""
 
     name: ClassVar[str] = "harden-masks"
 
@@ -40,40 +43,68 @@ class HardenMasks(Pass):
         _harden_inside(gm)
         for node in gm.graph.nodes:
             _unmask_norm(gm, node)
-        values: dict[fx.Node, Tensor] = {}
-        reads: dict[fx.Node, fx.Node] = {}
         with torch.no_grad():
-            for node in gm.graph.nodes:
-                _fold(gm, node, values, reads)
-        masked = [node for node in values if node.op != "get_attr"]
-        self._replace(gm, masked, values, reads)
+            _write_masked(gm, _evaluated(gm))
         delattr(gm, CHILD)
         return True
 
-    def _replace(
-        self,
-        gm: fx.GraphModule,
-        masked: list[fx.Node],
-        values: dict[fx.Node, Tensor],
-        reads: dict[fx.Node, fx.Node],
-    ) -> None:
-        inside = set(masked)
-        outer = [node for node in masked if any(user not in inside for user in node.users)]
-        final = {str(reads[node].target): (values[node], node.target is mask_axis) for node in outer}
-        for node in reversed(masked):
-            if node in outer:
-                # The same node reads the parameter as before, so that what is known of it by its name holds.
-                node.replace_all_uses_with(reads[node], delete_user_cb=lambda user: user not in inside)
-            gm.graph.erase_node(node)
-        old = {name: gm.get_parameter(name) for name in final}
-        with torch.no_grad():
-            swap_tensors(gm, {old[name]: frozen_as(old[name], *given) for name, given in final.items()})
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """The value of a node that depends on parameters and masks only.
+
+    Attributes:
+        value: the value.
+        read: the ``get_attr`` node of the parameter that is masked; of a mask, of the first that it reads.
+    """
+
+    value: Tensor
+    read: fx.Node
+
+
+def _evaluated(gm: fx.GraphModule) -> dict[fx.Node, _Evaluated]:
+    """The values of all reads of parameters, masks, and parameters multiplied by masks."""
+    found: dict[fx.Node, _Evaluated] = {}
+    for node in gm.graph.nodes:
+        target: Any = node.target
+        if node.op == "get_attr":
+            value = attribute(gm, target)
+            if isinstance(value, nn.Parameter):
+                found[node] = _Evaluated(value, node)
+            continue
+        if node.op == "call_module" and str(target).startswith(f"{CHILD}."):
+            value = gm.get_submodule(str(target))(*(found[arg].value for arg in node.all_input_nodes))
+        elif node.op == "call_function" and target is mask_axis:
+            parameter, mask, axis = cast(tuple[fx.Node, fx.Node, int], node.args)
+            value = mask_axis(found[parameter].value, found[mask].value, axis)
+        else:
+            continue
+        found[node] = _Evaluated(value, found[node.all_input_nodes[0]].read)
+    return found
+
+
+def _write_masked(gm: fx.GraphModule, found: Mapping[fx.Node, _Evaluated]) -> None:
+    """Give each masked parameter the value that layers have read, and erase all mask nodes."""
+    masked = {node: each for node, each in found.items() if node.op != "get_attr"}
+    outer = [node for node in masked if any(user not in masked for user in node.users)]
+    final = {str(masked[node].read.target): (masked[node].value, node.target is mask_axis) for node in outer}
+    for node in reversed(masked):
+        if node in outer:
+            # The original read of the parameter is kept, because the channel map knows it by its name.
+            node.replace_all_uses_with(masked[node].read, delete_user_cb=lambda user: user not in masked)
+        gm.graph.erase_node(node)
+    old = {name: gm.get_parameter(name) for name in final}
+    swap_tensors(gm, {old[name]: frozen_as(old[name], *given) for name, given in final.items()})
 
 
 def frozen_as(old: nn.Parameter, value: Tensor, fresh: bool = False) -> nn.Parameter:
-    """A parameter of this value, in the memory format of ``old`` and trainable if ``old`` is.
+    """A parameter with this value, in the memory format of ``old``, and trainable if ``old`` is.
 
-    A ``fresh`` value is in memory that nobody else has, so it need not be copied if its format is right.
+    Args:
+        old: the parameter that will be replaced.
+        value: the new value, same shape.
+        fresh: whether nothing else refers to the memory of ``value``; then it is copied only if its format
+            differs.
     """
     if not (fresh and value.stride() == old.stride() and value.dtype == old.dtype):
         value = torch.empty_like(old).copy_(value)
@@ -81,7 +112,7 @@ def frozen_as(old: nn.Parameter, value: Tensor, fresh: bool = False) -> nn.Param
 
 
 def _harden_inside(gm: fx.GraphModule) -> None:
-    """Write masked weights into the layers that read them by a hook."""
+    """Write masked weights into the layers that get them from a hook, inside modules kept whole."""
     hooked: dict[nn.Module, ModuleKind] = {}
     for layer in gm.modules():
         hooks: dict[int, Any] = vars(layer)["_forward_pre_hooks"]
@@ -99,36 +130,19 @@ def _harden_inside(gm: fx.GraphModule) -> None:
 
 
 def _unmask_norm(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Take the mask from a norm: its channels will be gone."""
+    """Turn a norm over masked channels into a plain one: the masked channels will be removed."""
     if node.op == "call_function" and node.target in PLAIN:
         node.target = PLAIN[node.target]
         node.kwargs = {key: value for key, value in node.kwargs.items() if key not in ("mask", "axis")}
     elif node.op == "call_module":
-        # A user's module may be given a mask of its own.
+        # A user's own module may have an argument called mask.
         kind = kind_of(gm.get_submodule(str(node.target)))
         if kind is not None and kind.takes_mask:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "mask"}
 
 
-def _fold(
-    gm: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Tensor], reads: dict[fx.Node, fx.Node]
-) -> None:
-    """Evaluate a read of a parameter, or a node of ours that only reads evaluated ones."""
-    target: Any = node.target
-    if node.op == "get_attr":
-        value = attribute(gm, node.target)
-        if isinstance(value, nn.Parameter):
-            values[node], reads[node] = value, node
-    elif node.op == "call_module" and str(target).startswith(f"{CHILD}."):
-        values[node] = gm.get_submodule(str(target))(*(values[arg] for arg in node.all_input_nodes))
-    elif node.op == "call_function" and target is mask_axis:
-        parameter, mask, axis = node.args
-        values[node] = mask_axis(values[parameter], values[mask], axis)  # pyright: ignore[reportArgumentType]
-    if node in values and node.op != "get_attr" and node.all_input_nodes[0] in reads:
-        reads[node] = reads[node.all_input_nodes[0]]
-
-
 def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, ...]]:
+    """For each weight axis that produces masked channels, the indices whose channels the masks prune."""
     rows: dict[Slot, tuple[int, ...]] = {}
     for _, mask in pruner.mask_items():
         if not isinstance(mask, ChannelPolicy):
@@ -143,7 +157,7 @@ def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, .
 
 
 def swap_tensors(root: nn.Module, swaps: Mapping[Tensor, Tensor]) -> None:
-    """Put each value in place of its key everywhere in ``root``, wherever the key is shared."""
+    """Replace each key by its value in all modules of ``root`` that hold it."""
     for module in list(root.modules()):
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor in swaps:

@@ -1,4 +1,4 @@
-"""Find which channels depend on each other, by running the graph with labels."""
+"""Find which channels depend on each other, by running the graph with labels (`pdp_fx.channels`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pdp_fx.tracing.examples import ExampleCall
 
 
 class LabelWatch:
-    """Lets labels flow through the run by which a trace is checked, so that no other run is needed.
+    """Runs the graph with labels when the tracer checks its result, which saves a run of its own.
 
     Attributes:
-        record: what the labels have met in the last run; None before it, or if it failed.
+        record: what the last run has shown of the labels; None before it, or if it failed.
         sites: the weights of the graph that was run.
     """
 
@@ -30,7 +30,7 @@ class LabelWatch:
         self._spec = spec
 
     def __call__(self, gm: fx.GraphModule, call: ExampleCall) -> Any:
-        """Run ``gm`` in eval mode and return what it gives."""
+        """Run ``gm`` in eval mode and return its output."""
         self.record = None
         inputs = (call.args, dict(call.kwargs))
         ctx = Context(self._spec, inputs)
@@ -43,7 +43,7 @@ class LabelWatch:
 
 @dataclass(frozen=True)
 class LabelChannels(Pass):
-    """Leaves a `ChannelMap` in the context when there are example inputs to run."""
+    """Puts a `ChannelMap` into the context if there are example inputs."""
 
     name: ClassVar[str] = "label-channels"
 

@@ -1,8 +1,8 @@
-"""Give every planned channel group one mask, and put it where a dropped channel must be 0.
+"""Give every planned channel group one mask, and apply it where a dropped channel must be 0.
 
-The mask is computed from the raw weights that produce the channels. It multiplies the parameter
-axes that the channel analysis asks for: a BatchNorm's weight and bias where one follows, the
-producer's rows and bias where none does, or the columns of a reader where neither vanishes.
+The mask is computed from the unmasked weights that produce the channels. It multiplies the parameter axes
+that the channel analysis has found (`ChannelMap.masked`): the weight and bias of a BatchNorm if one follows,
+else the rows and bias of the producer, or the columns of a reader if what it reads cannot be made 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.granularity import Channels
 from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.naming import free_name
 from pdp_fx.ops.explicit import mask_axis, reclass
@@ -27,13 +28,22 @@ from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
-from pdp_fx.policy import MaskSite, Producer, made
+from pdp_fx.policy import MaskSite, Producer, make_mask
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.weights.sources import computed_with
 from pdp_fx.weights.writes import idle_in_eval
 
 Placed = dict[int, tuple[ChannelGroup, fx.Node]]
-"""By class: the group that it belongs to, and the node of the group's mask."""
+"""By channel class: the group that it belongs to, and the node of the group's mask."""
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A node whose statistics run over channels, the axis of these channels, and their classes."""
+
+    node: fx.Node
+    axis: int
+    classes: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -43,60 +53,82 @@ class MaskChannels(Pass):
     name: ClassVar[str] = "mask-channels"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        slots, plan = masked_slots(ctx), ctx.get(Plan)
+        plan = ctx.get(Plan)
         if not plan.groups:
             return False
-        found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
-        called = {node.name: node for node in gm.graph.nodes}
-        trains = idle_in_eval(gm.graph) if exposed.computed else set[fx.Node]()
-        norms = [(called[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
+        slots, norms = masked_slots(ctx), _norms(gm, ctx.get(ChannelMap))
         placed: Placed = {}
-        masked = set(slots)
         for group, rule in plan.groups:
-            carriers = [exposed.nodes[slot.tensor] for slot in group.members if slot in masked]
-            carriers += [node for node, _, classes in norms if np.isin(classes, group.classes).any()]
-            names = tuple(slot.tensor for slot in group.producers)
-            computed = [exposed.computed[name] for name in names if name in exposed.computed]
-            before = _gathered(carriers, computed, trains)
-            site = MaskSite(
-                names,
-                rule,
-                ctx.spec.softness,
-                tuple(gm.get_parameter(name) for name in names),
-                tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
-                group.width,
-                group.parts,
-            )
-            mask = made(site, ChannelMask, ChannelPolicy)
-            mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
-            key = ctx.get(Pruner).add(group.name, mask, rule)
-            node = _insert_mask(gm, before, key, mask, exposed.computed)
+            readers = [*_carriers(ctx, group, slots), *_nodes_of(norms, group)]
+            node = _mask_group(gm, ctx, group, rule, readers)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
-            _multiply(gm, slot, found, placed, ctx)
+            _multiply(gm, slot, placed, ctx)
         swaps: dict[nn.Module, nn.Module] = {}
-        for node, axis, classes in norms:
-            _mask_norm(gm, node, axis, classes, placed, ctx, swaps)
+        for norm in norms:
+            _mask_norm(gm, norm, placed, ctx, swaps)
         swap_modules(gm, swaps)
         return True
 
 
+def _norms(gm: fx.GraphModule, found: ChannelMap) -> list[_Norm]:
+    nodes = {node.name: node for node in gm.graph.nodes}
+    return [_Norm(nodes[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
+
+
+def _carriers(ctx: Context, group: ChannelGroup, slots: list[Slot]) -> list[fx.Node]:
+    """The nodes of the parameters that the group's mask will multiply."""
+    masked, nodes = set(slots), ctx.get(Exposed).nodes
+    return [nodes[slot.tensor] for slot in group.members if slot in masked]
+
+
+def _nodes_of(norms: list[_Norm], group: ChannelGroup) -> list[fx.Node]:
+    """The norms whose statistics run over channels of the group."""
+    return [norm.node for norm in norms if np.isin(norm.classes, group.classes).any()]
+
+
+def _mask_group(
+    gm: fx.GraphModule, ctx: Context, group: ChannelGroup, rule: Channels, readers: list[fx.Node]
+) -> fx.Node:
+    """Make the mask of a group and compute it ahead of all its ``readers``; returns its node."""
+    names = tuple(slot.tensor for slot in group.producers)
+    slots, exposed = ctx.get(ChannelMap).slots, ctx.get(Exposed)
+    site = MaskSite(
+        names,
+        rule,
+        ctx.spec.softness,
+        tuple(gm.get_parameter(name) for name in names),
+        tuple(Producer(slot.axis, _places(slots[slot], group)) for slot in group.producers),
+        group.width,
+        group.parts,
+    )
+    mask = make_mask(site, ChannelMask, ChannelPolicy)
+    mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
+    key = ctx.get(Pruner).add(group.name, mask, rule)
+    computed = [exposed.computed[name] for name in names if name in exposed.computed]
+    trains = idle_in_eval(gm.graph) if computed else set[fx.Node]()
+    return _insert_mask(gm, _gathered(readers, computed, trains), key, mask, exposed.computed)
+
+
 def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:
-    """The channel of the group that each row makes, or None when row i makes channel i."""
-    if np.array_equal(classes, group.classes):
-        return None
-    return _found_in(group.classes, classes)
+    """The index of the channel that each row produces, as in `Producer.places`."""
+    return None if np.array_equal(classes, group.classes) else _found_in(group.classes, classes)
 
 
-def _gathered(carriers: list[fx.Node], computed: list[fx.Node], trains: set[fx.Node]) -> fx.Node:
-    """Where a mask can be computed: ahead of what it multiplies, and behind the computed weights it reads.
+def _gathered(readers: list[fx.Node], computed: list[fx.Node], trains: set[fx.Node]) -> fx.Node:
+    """The node ahead of which a mask can be computed: before all that reads it, after all that it reads.
 
-    These are computed earlier if they have to be, with the steps of training that belong to them: they depend
-    on nothing that the model is given.
+    Computed weights that the mask reads are moved ahead of this node if necessary, together with the training
+    steps that belong to them. They can be moved because they do not depend on inputs.
+
+    Args:
+        readers: the nodes that will read the mask.
+        computed: the computed weights that the mask reads.
+        trains: the nodes that do nothing in eval mode.
     """
     chain = [source for weight in computed for source in computed_with(weight, trains)]
     users = [user for weight in computed for user in weight.users]
-    before = min(node for node in [*carriers, *users] if node not in chain)
+    before = min(node for node in [*readers, *users] if node not in chain)
     for source in chain:
         if before < source:
             before.prepend(source)
@@ -106,7 +138,7 @@ def _gathered(carriers: list[fx.Node], computed: list[fx.Node], trains: set[fx.N
 def _insert_mask(
     gm: fx.GraphModule, before: fx.Node, key: str, mask: ChannelPolicy, computed: Mapping[str, fx.Node]
 ) -> fx.Node:
-    """Compute the group's mask ahead of the first parameter that it multiplies."""
+    """Insert the node of a group's mask, and reads of the parameters that it is computed from."""
     with gm.graph.inserting_before(before):
         reads = tuple(computed.get(name) or gm.graph.get_attr(name) for name in mask.parameters_read)
         node = gm.graph.create_node("call_module", f"{CHILD}.masks.{key}", reads, name=f"{key}_mask")
@@ -115,10 +147,10 @@ def _insert_mask(
     return node
 
 
-def _multiply(gm: fx.GraphModule, slot: Slot, found: ChannelMap, placed: Placed, ctx: Context) -> None:
+def _multiply(gm: fx.GraphModule, slot: Slot, placed: Placed, ctx: Context) -> None:
     """Multiply one parameter axis by the masks of the groups that it carries."""
-    read = ctx.get(Exposed).nodes[slot.tensor]
-    after, mask = _mask_along(gm, read, found.slots[slot], f"{slot.tensor}.{slot.axis}", placed, ctx)
+    read, classes = ctx.get(Exposed).nodes[slot.tensor], ctx.get(ChannelMap).slots[slot]
+    after, mask = _mask_along(gm, read, classes, f"{slot.tensor}.{slot.axis}", placed, ctx)
     with gm.graph.inserting_after(after):
         name = f"{slot.tensor.replace('.', '_')}_masked"
         masked = gm.graph.create_node("call_function", mask_axis, (read, mask, slot.axis), name=name)
@@ -129,7 +161,16 @@ def _multiply(gm: fx.GraphModule, slot: Slot, found: ChannelMap, placed: Placed,
 def _mask_along(
     gm: fx.GraphModule, after: fx.Node, classes: np.ndarray, name: str, placed: Placed, ctx: Context
 ) -> tuple[fx.Node, fx.Node]:
-    """The mask along an axis of these classes, and the node behind which it and ``after`` are computed."""
+    """A node after which both ``after`` and the mask are known, and the mask along an axis of these classes.
+
+    Args:
+        gm: the graph module.
+        after: the node to multiply.
+        classes: the channel class of every index of the axis.
+        name: of the axis, for a layout module if one is needed.
+        placed: the masks.
+        ctx: the context.
+    """
     here = _masks_along(classes, placed)
     after = max([after, *(node for _, node in here)])
     index = _layout(classes, [group for group, _ in here])
@@ -146,18 +187,16 @@ def _mask_along(
 
 
 def _mask_norm(
-    gm: fx.GraphModule,
-    node: fx.Node,
-    axis: int,
-    classes: np.ndarray,
-    placed: Placed,
-    ctx: Context,
-    swaps: dict[nn.Module, nn.Module],
+    gm: fx.GraphModule, norm: _Norm, placed: Placed, ctx: Context, swaps: dict[nn.Module, nn.Module]
 ) -> None:
-    """Give a node whose statistics run over channels their mask; ``swaps`` collects what takes one."""
-    if not _masks_along(classes, placed):
+    """Pass a norm the mask of the channels that its statistics run over.
+
+    ``swaps`` collects the modules that must be replaced by ones that take a mask.
+    """
+    if not _masks_along(norm.classes, placed):
         return
-    _, mask = _mask_along(gm, node.prev, classes, f"{node.name}.{axis}", placed, ctx)
+    node = norm.node
+    _, mask = _mask_along(gm, node.prev, norm.classes, f"{node.name}.{norm.axis}", placed, ctx)
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
         kind = kind_of(module)
@@ -166,24 +205,24 @@ def _mask_norm(
         node.update_kwarg("mask", mask)
         return
     if node.op == "call_method" or node.target is torch.mean:
-        node.update_kwarg("axis", axis)
+        node.update_kwarg("axis", norm.axis)
     node.op, node.target = "call_function", MASKED[node.target]
     node.update_kwarg("mask", mask)
 
 
 def _masks_along(classes: np.ndarray, placed: Placed) -> list[tuple[ChannelGroup, fx.Node]]:
-    """The groups whose channels lie along an axis, with the nodes of their masks, each once."""
+    """The groups whose channels lie along an axis of these classes, each once, with the node of its mask."""
     found = [placed[root] for root in classes.tolist() if root in placed]
     return list({node: (group, node) for group, node in found}.values())
 
 
 def _layout(classes: np.ndarray, groups: list[ChannelGroup]) -> tuple[int, ...]:
-    """For every index of an axis its place among the groups' channels, or -1."""
+    """For every index of an axis its place in the groups' concatenated channels, or -1."""
     return _found_in(np.concatenate([group.classes for group in groups]), classes)
 
 
 def _found_in(channels: np.ndarray, classes: np.ndarray) -> tuple[int, ...]:
-    """For every class its place among the channels, each of which is another class, or -1."""
+    """For every class its place among ``channels``, whose classes are distinct, or -1."""
     order = np.argsort(channels)
     place = order[np.searchsorted(channels, classes, sorter=order).clip(max=len(channels) - 1)]
     return tuple(np.where(channels[place] == classes, place, -1).tolist())

@@ -1,4 +1,4 @@
-"""Put the mask of its policy between every planned weight and its uses."""
+"""Put a mask between every planned weight and its uses; the policy of the weight's rule makes the mask."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.granularity import NM
+from pdp_fx.granularity import NM, Unstructured
 from pdp_fx.masks import MaskOwnWeight, NMMask, WeightMask
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.together import Together
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, swap_modules
-from pdp_fx.passes.find_sites import layers_in
-from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, made, to_inputs
+from pdp_fx.passes.find_sites import Site, layers_in
+from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, make_mask, to_inputs
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.spec import PruneSpec
 from pdp_fx.tracing.modes import called_modules
 
 
@@ -34,33 +35,40 @@ class MaskWeights(Pass):
         together = Together()
         for site, rule in ctx.get(Plan).weights:
             weight = gm.get_parameter(site.parameter)
-            where = MaskSite(
-                (site.parameter,), rule, ctx.spec.softness, (weight,), pruned_decay=ctx.spec.pruned_decay
-            )
-            if isinstance(rule, NM):
-                where = replace(where, weights=(to_inputs(weight, site.axis),), axis=site.axis)
-                mask = made(where, NMMask, NMPolicy)
-            else:
-                mask = made(where, WeightMask, WeightPolicy)
+            mask = masks[id(weight)] = _mask_for(site, rule, weight, ctx.spec)
             if isinstance(mask, WeightMask):
                 mask.together = together
             key = pruner.add(site.parameter, mask, rule)
-            masks[id(weight)] = mask
-            read = exposed.nodes.get(site.parameter)
-            if read is None:
-                continue
-            with gm.graph.inserting_after(read):
-                masked = gm.graph.create_node(
-                    "call_module", f"{CHILD}.masks.{key}", (read,), name=f"{key}_masked"
-                )
-            masked.meta = dict(read.meta)
-            exposed.wrap(site.parameter, masked)
+            if site.parameter in exposed.nodes:
+                _insert_mask(gm.graph, exposed, site.parameter, key)
         _mask_inside(gm, masks)
         return bool(masks)
 
 
+def _mask_for(site: Site, rule: Unstructured | NM, weight: Tensor, spec: PruneSpec) -> WeightPolicy:
+    where = MaskSite((site.parameter,), rule, spec.softness, (weight,), pruned_decay=spec.pruned_decay)
+    if isinstance(rule, NM):
+        where = replace(where, weights=(to_inputs(weight, site.axis),), axis=site.axis)
+        return make_mask(where, NMMask, NMPolicy)
+    return make_mask(where, WeightMask, WeightPolicy)
+
+
+def _insert_mask(graph: fx.Graph, exposed: Exposed, parameter: str, key: str) -> None:
+    """Insert a call of the mask registered under ``key`` between a parameter and its uses."""
+    read = exposed.nodes[parameter]
+    with graph.inserting_after(read):
+        masked = graph.create_node("call_module", f"{CHILD}.masks.{key}", (read,), name=f"{key}_masked")
+    masked.meta = dict(read.meta)
+    exposed.wrap(parameter, masked)
+
+
 def _mask_inside(gm: fx.GraphModule, masks: Mapping[int, MaskPolicy]) -> None:
-    """Let layers inside modules that are kept whole read their masked weights; masks by id of the weight."""
+    """Give layers inside modules kept whole their masked weights, by a hook.
+
+    Args:
+        gm: the graph module.
+        masks: the masks, by the id of the weight.
+    """
     swaps: dict[nn.Module, nn.Module] = {}
     for target in called_modules(gm.graph):
         whole = gm.get_submodule(target)

@@ -16,7 +16,7 @@ from pdp_fx.passes.expose_parameters import swap_modules
 
 @dataclass(frozen=True)
 class RestoreModules(Pass):
-    """Every module reads its own parameters again; the graph prints as the user's modules."""
+    """Lets every module read its own parameters again, so that the graph prints as the user's modules."""
 
     name: ClassVar[str] = "restore-modules"
 
@@ -39,7 +39,7 @@ class RestoreModules(Pass):
 
 
 def _check_own(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
-    """Check that a module is given nothing but its own parameter."""
+    """Check that the argument ``name`` of a module call is the module's own parameter."""
     read = node.kwargs[name]
     own = getattr(gm.get_submodule(str(node.target)), name)
     if (

@@ -1,7 +1,7 @@
 """Remove the dropped channels from every parameter and buffer that carries them.
 
-The labels of the analysis say for each index of each axis which class it belongs to; slicing keeps
-the indices whose class stays. It is run again if the model has changed since it was prepared.
+The channel map says for each index of each axis which class it belongs to; slicing keeps the indices whose
+class stays. The channel analysis is run again if the model has changed since it was prepared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ShrinkChannels(Pass):
             return False
         if ctx.example_inputs is None:
             raise PassError(
-                "channels can only be removed with the example inputs that the model was prepared on"
+                "channels are to be removed, but the model was prepared without example_inputs; "
+                "prepare it with them"
             )
         found = ctx.find(ChannelMap)
         if found is None or not found.covers(gm):
@@ -66,10 +67,12 @@ class ShrinkChannels(Pass):
 
 
 def _gone_classes(found: ChannelMap, rows: dict[Slot, tuple[int, ...]]) -> np.ndarray:
-    """For every class whether its rows are dropped; none may be one that has to stay.
+    """For every class whether it is dropped.
 
-    Weights that only training mode uses, such as those of auxiliary heads, are gone from the graph.
+    Raises:
+        PassError: a class is dropped that has to stay.
     """
+    # Weights that only training mode uses, such as those of auxiliary heads, are in the graph no longer.
     rows = {slot: indices for slot, indices in rows.items() if slot in found.slots}
     gone = np.zeros(len(found.classes), dtype=bool)
     for slot, indices in rows.items():
@@ -101,7 +104,10 @@ def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> N
 def _check_as_before(
     node: fx.Node, found: ChannelMap, changing: frozenset[str], numbers: SmallNumbers
 ) -> None:
-    """Check other sizes as a node does that compares them with how many channels there were before."""
+    """Insert a copy of the check ``node`` in which numbers of channels have their old values.
+
+    It fails for the same inputs as ``node`` did before channels were removed.
+    """
     args = _with_numbers_before(node, node, found, changing, numbers)
     if _has_nodes(args):
         with node.graph.inserting_before(node):
@@ -111,16 +117,19 @@ def _check_as_before(
 def _with_numbers_before(
     node: fx.Node, check: fx.Node, found: ChannelMap, changing: frozenset[str], numbers: SmallNumbers
 ) -> Any:
-    """The arguments of a node, computed with the old numbers of channels; what it takes is put before."""
+    """The arguments of ``node``, with the numbers of channels that there were before any were removed.
+
+    New nodes that compute them are inserted before ``check``.
+    """
 
     def before(source: fx.Node) -> Any:
         if source.name not in changing:
             return source
-        if callable(source.target) and getattr(source.target, "__module__", "") in NUMBER_HOMES:
-            args = _with_numbers_before(source, check, found, changing, numbers)
-            if _has_nodes(args):
-                with check.graph.inserting_before(check):
-                    return check.graph.call_function(source.target, args)
+        is_arithmetic = callable(source.target) and getattr(source.target, "__module__", "") in NUMBER_HOMES
+        args = _with_numbers_before(source, check, found, changing, numbers) if is_arithmetic else ()
+        if _has_nodes(args):
+            with check.graph.inserting_before(check):
+                return check.graph.create_node("call_function", source.target, args)
         now = numbers.value(source) if numbers.repeats(source) else None
         return scaled(source, found.numbers[source.name], now) if now else found.numbers[source.name]
 
@@ -132,23 +141,27 @@ def _has_nodes(args: Any) -> bool:
 
 
 def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
-    """Write new sizes into the nodes that are told any."""
+    """Write new sizes into the nodes that have sizes of channel axes among their arguments."""
     nodes = {node.name: node for node in gm.graph.nodes}
     changing = frozenset(
         name for name, ids in found.taint.items() if any(gone[found.classes[i.numpy()]].any() for i in ids)
     )
     numbers = SmallNumbers(found, gone, changing)
     for node in gm.graph.find_nodes(op="call_function", target=torch._assert):
-        # What was checked of a size is no longer so; labels have told that nothing else depends on it.
+        # A check of a number of channels would fail now. The analysis has shown that nothing else depends on
+        # the number, so only the check of the other sizes in it is kept.
         if any(source.name in changing for source in node.all_input_nodes):
             _check_as_before(node, found, changing, numbers)
             erase(node, lambda source: source.name in changing)
-    # Nodes that only training mode needs are gone from the graph.
+    # Nodes that only training mode needs are in the graph no longer.
     for name in [name for name in found.resized if name in nodes]:
         node = nodes[name]
         rewrite = rewrite_of(gm, node)
         if rewrite is None:
-            raise PassError(f"%{name} was to be resized, but there is no way to")
+            raise PassError(
+                f"%{name} must be resized for the channels that stay, but no rewrite can do that; convert "
+                "the model as prepare has returned it"
+            )
         read = [value for source in node.all_input_nodes for value in found.given(source) or ()]
         source = found.kept(read[0] if read else Labelled((), ()), gone)
         results = tuple(found.kept(value, gone) for value in found.given(node) or ())
@@ -156,7 +169,7 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
 
 
 def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
-    """Tell every module its new sizes."""
+    """Update the sizes that modules store, such as ``in_channels``."""
 
     def stays(ids: Tensor) -> np.ndarray:
         return ~gone[found.classes[ids.numpy()]]

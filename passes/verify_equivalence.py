@@ -1,8 +1,12 @@
-"""Check by numbers that the converted graph gives what the prepared model gives in eval mode."""
+"""Check that the outputs of the converted graph equal those of the prepared model in eval mode.
+
+Also the ways to measure outputs that `proving` needs: differences, and the effect of rounding on them.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,12 +32,12 @@ _PRODUCTS = frozenset(
 
 @dataclass(frozen=True)
 class Reference:
-    """The prepared model's eval outputs on the example inputs, and the difference allowed to them.
+    """The prepared model's eval outputs on the example inputs, and the difference that is allowed.
 
     Attributes:
-        outputs: all that are tensors or numbers.
-        tolerance: the difference, relative to the scale of an output.
-        labels: whether outputs that are whole numbers must be the same.
+        outputs: all outputs that are tensors or numbers.
+        tolerance: the largest difference allowed, relative to the scale of the output.
+        labels: whether outputs of whole numbers, such as predicted labels, must be equal.
     """
 
     outputs: tuple[Tensor, ...]
@@ -50,7 +54,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class VerifyEquivalence(Pass):
-    """Leaves a `Verified`; without example inputs there is nothing to run."""
+    """Puts a `Verified` into the context; does nothing without example inputs."""
 
     name: ClassVar[str] = "verify-equivalence"
     calls: ClassVar[bool] = True
@@ -79,7 +83,7 @@ class VerifyEquivalence(Pass):
 def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
     """Run ``gm`` in eval mode and return all outputs that are tensors or numbers.
 
-    What it draws at random depends on the seed and on the order of indices only.
+    Random numbers in it depend on the seed and on the order of indices only, not on the layout of memory.
     """
     with trial(gm):
         before = tree_leaves(torch_generators())
@@ -98,9 +102,10 @@ def _called(gm: fx.GraphModule, inputs: Inputs) -> Any:
 
 
 class InOrder(TorchDispatchMode):
-    """Random numbers are drawn in the order of indices.
+    """Draws random numbers in the order of indices.
 
-    Otherwise it is the order of memory, and two convolutions that give the same may lay it out differently.
+    By default they are drawn in the order of memory, which may differ between two convolutions with equal
+    results.
     """
 
     def __torch_dispatch__(
@@ -115,10 +120,10 @@ class InOrder(TorchDispatchMode):
 
 
 def rounding_effect(gm: fx.GraphModule, inputs: Inputs) -> float:
-    """How far the eval outputs move when every product is rounded a little differently.
+    """How far the eval outputs move if every product is rounded differently, relative to their scale.
 
     Removing channels changes the order in which products are summed up, and so their last bits. A model that
-    amplifies those cannot be compared more closely than this.
+    amplifies these bits cannot be compared more closely than this.
     """
     outputs = eval_outputs(gm, inputs)
     with Rounded():
@@ -127,7 +132,7 @@ def rounding_effect(gm: fx.GraphModule, inputs: Inputs) -> float:
 
 
 class Rounded(TorchDispatchMode):
-    """The results of products are moved up or down by one rounding, at random but the same in every run."""
+    """Moves the results of products up or down by one rounding, at random but alike in every run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +149,7 @@ class Rounded(TorchDispatchMode):
 
 
 class Precision(TorchDispatchMode):
-    """Whether any operation inside the block has computed in less than float64.
+    """Watches whether any operation inside the block computes in less than float64.
 
     Attributes:
         double: False as soon as one has.
@@ -169,23 +174,29 @@ def relative_difference(
 ) -> float:
     """The largest difference of any output, relative to the largest finite reference value of that output.
 
-    Infinite and NaN values, such as those of masked logits, must be the same on both sides, and so must
-    outputs that are no floating-point or complex numbers, such as labels, if ``labels`` says so.
+    Args:
+        outputs: the outputs to judge.
+        reference: what they should be.
+        labels: whether outputs that are not floating-point or complex numbers must be equal.
+
+    Returns:
+        infinity if shapes, labels, or the infinite and NaN values, such as those of masked logits, differ.
     """
     if [tuple(out.shape) for out in outputs] != [tuple(ref.shape) for ref in reference]:
-        return float("inf")
-    worst = 0.0
-    for out, ref in zip(outputs, reference, strict=True):
-        if not (ref.is_floating_point() or ref.is_complex()):
-            if labels and not torch.equal(out, ref):
-                return float("inf")
-            continue
-        finite = ref.isfinite()
-        if not torch.allclose(out[~finite], ref[~finite], rtol=0, atol=0, equal_nan=True):
-            return float("inf")
-        if not finite.any():
-            continue
-        scale = ref[finite].abs().max().clamp(min=torch.finfo(ref.dtype).tiny)
-        difference = float((out - ref)[finite].abs().max() / scale)
-        worst = float("inf") if difference != difference else max(worst, difference)
-    return worst
+        return math.inf
+    pairs = zip(outputs, reference, strict=True)
+    return max((_difference(out, ref, labels) for out, ref in pairs), default=0.0)
+
+
+def _difference(out: Tensor, ref: Tensor, labels: bool) -> float:
+    """`relative_difference` of one output; 0 if there is nothing to compare."""
+    if not (ref.is_floating_point() or ref.is_complex()):
+        return math.inf if labels and not torch.equal(out, ref) else 0.0
+    finite = ref.isfinite()
+    if not torch.allclose(out[~finite], ref[~finite], rtol=0, atol=0, equal_nan=True):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    scale = ref[finite].abs().max().clamp(min=torch.finfo(ref.dtype).tiny)
+    difference = float((out - ref)[finite].abs().max() / scale)
+    return math.inf if math.isnan(difference) else difference

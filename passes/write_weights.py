@@ -1,7 +1,7 @@
 """Write computed weights into the parameters that they stand for.
 
-In eval mode a weight that is computed from parameters is a constant. Once it is written down, a layer with
-weight standardisation, say, is a plain one, and what it was computed from is not needed any more.
+In eval mode a weight that is computed from parameters is a constant. Once it is stored as a parameter, a
+layer with weight standardisation, for example, becomes a plain one, and the computation is removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdp_fx.weights.sources import computed, sources_of
 
 @dataclass(frozen=True)
 class WriteWeights(Pass):
-    """Leaves a graph that reads each pruned weight from a parameter; a mask then reads that, too."""
+    """Leaves a graph in which layers and masks read every pruned weight from a parameter."""
 
     name: ClassVar[str] = "write-weights"
 
@@ -37,7 +37,7 @@ class WriteWeights(Pass):
 
 
 def _read_instead(graph: fx.Graph, weight: fx.Node, name: str) -> None:
-    """Read the parameter ``name`` in the place of a weight, and drop what only served to compute that."""
+    """Replace a computed weight by a read of the parameter ``name``, and erase its computation."""
     with graph.inserting_before(weight):
         read = graph.get_attr(name)
     read.meta = dict(weight.meta)

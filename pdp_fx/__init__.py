@@ -1,4 +1,8 @@
-"""pdp-fx: a torch.fx compiler for train-time pruning."""
+"""pdp-fx: a torch.fx compiler that prunes PyTorch models while they train.
+
+`prepare` traces a model and inserts masks, `step` advances the schedule while you train, and `convert` makes
+the masks permanent. All public names are here; modules below this one may change.
+"""
 
 from pdp_fx.api import convert as convert
 from pdp_fx.api import penalty as penalty

@@ -1,4 +1,4 @@
-"""Names that differ in their numbers only, written as one: ``layer1.0``, ``layer2.0`` is ``layer{1-2}.0``."""
+"""Names that differ only in their numbers, written as one: ``layer{1-2}.0`` for ``layer1.0, layer2.0``."""
 
 from __future__ import annotations
 

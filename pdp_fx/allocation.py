@@ -1,7 +1,8 @@
-"""How many units each layer gives up, so that the whole reaches its target exactly.
+"""The arithmetic of allocation: how many units each layer loses, so that the total meets the target exactly.
 
-Under global allocation all layers of one rule are ranked together by magnitude (the paper's way);
-a layer never falls below its share of ``min_keep``, since an unguarded ranking can empty a layer.
+Under global allocation all layers of one rule are ranked together by magnitude, as in the paper. No layer
+falls below its share of ``min_keep``, since a ranking without this bound can empty a layer. `planning` calls
+these functions.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def allocate(scores: Sequence[Tensor], total: int, most: Sequence[int]) -> list[
         )
     counts: list[int] = [0] * len(scores)
     ranked: list[int] = list(range(len(scores)))
+    # A layer that would lose more than it may is fixed at its limit, and the others are ranked again.
     while ranked:
         left = total - sum(counts[index] for index in range(len(scores)) if index not in ranked)
         shares = _ranked([scores[index] for index in ranked], left)
@@ -62,13 +64,20 @@ def _ranked(scores: list[Tensor], total: int) -> list[int]:
 
 
 def uniform_share(size: int, ratio: float) -> int:
-    """How many of ``size`` units a layer loses that has its ratio for itself."""
+    """How many of ``size`` units a layer loses under uniform allocation; one unit always stays."""
     return max(min(round(ratio * size), size - 1), 0)
 
 
 def most_prunable(size: int, ratio: float, min_keep: float, least: int = 1) -> int:
-    """How many of ``size`` units a layer may lose under global allocation."""
-    # The tolerance is for (1 - 0.9) * 100, which floating point puts below 10.
+    """How many of ``size`` units a layer may lose under global allocation.
+
+    Args:
+        size: number of units.
+        ratio: the rule's ratio.
+        min_keep: share of (1 - ratio) * size that must stay.
+        least: number of units that must stay in any case.
+    """
+    # The tolerance is for (1 - 0.9) * 100, which floating point rounds to a number below 10.
     kept = max(math.floor(min_keep * (1 - ratio) * size + 1e-9), least, 1)
     return max(size - kept, 0)
 
@@ -78,8 +87,9 @@ class MacTerm:
     """The multiply-accumulates of one weight: ``factor`` times the kept size of each axis.
 
     Attributes:
-        factor: positions per example, times the sizes of unaffected axes.
-        axes: per axis its unaffected size and the (group, rows per channel) pairs that add to it.
+        factor: how often each weight is used for one example, times the sizes of the axes without groups.
+        axes: for each other axis, the number of indices in no group, and for each group on it the pair
+            (group, indices per channel).
     """
 
     factor: float
@@ -88,13 +98,18 @@ class MacTerm:
 
 @dataclass(frozen=True)
 class MacModel:
-    """Multiply-accumulates of one example as a function of the kept channels of each group."""
+    """Multiply-accumulates of one example as a function of the kept channels of each group.
+
+    Attributes:
+        terms: one for each use of a weight.
+        widths: the number of channels of each group.
+    """
 
     terms: tuple[MacTerm, ...]
     widths: tuple[int, ...]
 
     def macs(self, pruned: Sequence[int]) -> float:
-        """The count when ``pruned[g]`` channels of group g are gone."""
+        """The multiply-accumulates when ``pruned[g]`` channels of group g are removed."""
         kept = [width - gone for width, gone in zip(self.widths, pruned, strict=True)]
         total = 0.0
         for term in self.terms:
@@ -106,7 +121,10 @@ class MacModel:
 
 
 def rounded(pruned: int, width: int, round_to: int, most: int) -> int:
-    """The nearest number of pruned channels that leaves a multiple of ``round_to``."""
+    """The number of pruned channels nearest to ``pruned`` that leaves a multiple of ``round_to``.
+
+    At most ``most`` channels are pruned; 0 if no multiple can be left.
+    """
     if round_to == 1 or pruned == 0:
         return min(pruned, most)
     kept = max(round((width - pruned) / round_to), 1) * round_to
@@ -125,14 +143,14 @@ def reach_macs(
     """The fewest pruned channels that save ``reduction`` of the multiply-accumulates, by bisection.
 
     Args:
-        counts_at: the counts of all groups at an effort of 0..top; more effort prunes more.
-        top: the greatest effort.
-        macs: the multiply-accumulates of given counts.
-        dense: those of the dense model.
-        reduction: the share of them to save.
+        counts_at: the pruned channels of all groups for a total from 0 to ``top``; it must not decrease.
+        top: the largest total.
+        macs: the multiply-accumulates for given counts.
+        dense: the multiply-accumulates of the dense model.
+        reduction: the share of ``dense`` to save.
 
     Raises:
-        SpecError: even the greatest effort does not reach the goal.
+        SpecError: even the largest total does not save enough.
     """
     goal, least = (1 - reduction) * dense, macs(counts_at(top))
     if least > goal:

@@ -1,4 +1,8 @@
-"""prepare, step, convert: the three verbs a user calls, and what runs behind each."""
+"""The functions a user calls to prune a model: `prepare`, `step`, `penalty` and `convert`.
+
+`prepare` traces the model (`trace`), runs the passes of `passes.PREPARE` and returns a graph module with a
+child ``pdp`` (`pruner`). `convert` runs the passes of `passes.CONVERT` on a copy (`proving`).
+"""
 
 from __future__ import annotations
 
@@ -52,12 +56,12 @@ def prepare(
             modules of its own around them, so that each can be in its own mode.
         spec: what to prune, how much, and when.
         example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
-            `Channels` needs them; with them `convert` also proves itself by numbers.
+            `Channels` needs them, and `convert` needs them to compare outputs.
         on_pass: called after every pass with the graph's text before it, the pass, and the module.
 
     Returns:
         a graph module with a child ``pdp`` that holds the masks and the schedule. Until the ramp
-        starts it computes bit for bit what the model computes.
+        starts, its outputs equal the model's bit for bit.
 
     Raises:
         SpecError: the spec does not fit the model, or nothing in the model can be pruned by it.
@@ -78,7 +82,7 @@ def prepare(
             raise StateError(
                 f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it"
             )
-        _part_from(gm, model)
+        _unshare_modules(gm, model)
         pruner = Pruner(spec, inputs)
         gm.add_submodule(CHILD, pruner)
         ctx = Context(spec, inputs, dict(named_modules(model)))
@@ -112,10 +116,11 @@ def step(model: nn.Module) -> None:
 
 
 def penalty(model: nn.Module) -> Tensor:
-    """What the masks add to the loss: a 0-dim tensor; add it to yours in every step.
+    """The term that the masks add to the loss, a 0-dim tensor; add it to your loss in every step.
 
-    It is the spec's `pruned_decay` and what policies of your own ask for; PDP as in the paper has none, and
-    then it is 0. Where parameters are spread over several processes, all of them must call it.
+    It is the sum of the spec's `pruned_decay` term and the penalties of your own policies. The paper's masks
+    have none, so for them it is 0. If parameters are sharded over several processes, each of them must call
+    this function.
 
     Args:
         model: a prepared model, also inside a wrapper such as DistributedDataParallel.
@@ -137,17 +142,17 @@ def penalty(model: nn.Module) -> Tensor:
 @collecting_new()
 @torch.inference_mode(False)
 def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
-    """Apply the hard masks, remove channels, fold BatchNorm, and check the result by numbers.
+    """Apply the hard masks, remove channels, fold BatchNorm, and check the outputs against the masked model.
 
     Args:
-        model: a prepared model, also inside a wrapper such as DistributedDataParallel that computes nothing
-            of its own. It is not changed.
+        model: a prepared model, also inside a wrapper such as DistributedDataParallel that adds no
+            computation. It is not changed.
         on_pass: called after every pass with the graph's text before it, the pass, and the module.
 
     Returns:
-        a plain `torch.fx.GraphModule` of plain torch modules, in eval mode, whose outputs are those
-        of the prepared model in eval mode: in float32 within 1e-5 of the output's scale or, where rounding
-        alone makes more of it, in float64 within 1e-9.
+        a plain `torch.fx.GraphModule` of plain torch modules, in eval mode. Its outputs equal those of the
+        prepared model in eval mode: in float32 within 1e-5 of the output's scale or, if rounding alone
+        exceeds that, in float64 within 1e-9.
 
     Raises:
         StateError: the model was never prepared, nothing is pruned yet, weights or running statistics are
@@ -172,18 +177,23 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     try:
         return proved(gm, on_pass)
     except (PassError, VerifyError) as err:
-        now = tables(gm)
-        other = [name for name, digest in pruner.tables.items() if now.get(name) != digest]
-        if other:
-            raise StateError(
-                f"{other[0]} holds other indices than when the model was prepared, and channels were grouped "
-                "by them; load the checkpoint into the model before prepare"
-            ) from err
-        raise
+        changed = _changed_table(gm, pruner)
+        if changed is None:
+            raise
+        raise StateError(
+            f"{changed} holds other indices than when the model was prepared, and channels were grouped "
+            "by them; load the checkpoint into the model before prepare"
+        ) from err
+
+
+def _changed_table(gm: fx.GraphModule, pruner: Pruner) -> str | None:
+    """The name of an index buffer whose contents have changed since `prepare`, or None."""
+    now = tables(gm)
+    return next((name for name, digest in pruner.tables.items() if now.get(name) != digest), None)
 
 
 def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
-    """Keep what explain, report, the schedule and convert need after the passes have run."""
+    """Store in ``pruner`` what explain, report, the schedule and convert need of the passes' results."""
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
     pruner.weights = tuple(site.parameter for site in ctx.get(Sites).weights)
     pruner.groups = plan.groups
@@ -196,16 +206,25 @@ def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
         pruner.mac_model = mac_model(found, [group for group, _ in plan.groups])
 
 
-def _part_from(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Give ``gm`` its own modules in place of those that it has in common with ``model``."""
-    theirs, twins = set(model.modules()), dict[nn.Module, nn.Module]()
+def _unshare_modules(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Replace every module that ``gm`` shares with ``model`` by a copy around the same parameters."""
+    shared, copies = set(model.modules()), dict[nn.Module, nn.Module]()
     for name, module in named_modules(gm):
-        if module in theirs:
-            gm.set_submodule(name, twins.setdefault(module, twin(module)))
+        if module in shared:
+            gm.set_submodule(name, copies.setdefault(module, twin(module)))
 
 
 def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
-    """Refuse what can be told without looking at the graph."""
+    """Check all that can be checked before the model is traced."""
+    _refuse_wrong_types(model, spec)
+    if find(model) is not None:
+        raise StateError("the model is prepared already; call convert(model), or prepare the original model")
+    refuse_wrapped(model)
+    spec.check_matches(dict(named_modules(model)))
+    _refuse_without_numbers(model)
+
+
+def _refuse_wrong_types(model: nn.Module, spec: PruneSpec) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"prepare needs a torch.nn.Module, got {described(model)}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -215,10 +234,10 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
     if not isinstance(spec, PruneSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
         rule = rule_text(spec) if isinstance(spec, Unstructured | NM | Channels) else "Unstructured(0.9)"
         raise SpecError(f"prepare needs a PruneSpec, got {described(spec)}; write PruneSpec({rule})")
-    if find(model) is not None:
-        raise StateError("the model is prepared already; call convert(model), or prepare the original model")
-    refuse_wrapped(model)
-    spec.check_matches(dict(named_modules(model)))
+
+
+def _refuse_without_numbers(model: nn.Module) -> None:
+    """Refuse parameters that have no shape, no storage, or values that are not finite."""
     lazy = without_shape(model)
     if lazy is not None:
         raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")
@@ -236,7 +255,7 @@ def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:
 
 
 def _broken_weight(model: nn.Module) -> str:
-    """The name of a parameter, or of running statistics, that are not finite, or the empty string."""
+    """The name of a parameter or BatchNorm statistic with NaN or infinite values, or the empty string."""
     norms = [name for name, module in named_modules(model) if isinstance(module, _NormBase)]
     statistics = {
         f"{name}.{which}".lstrip(".") for name in norms for which in ("running_mean", "running_var")
@@ -250,6 +269,7 @@ def _broken_weight(model: nn.Module) -> str:
 
 
 def _refuse_unpruned(gm: fx.GraphModule, pruner: Pruner) -> None:
+    """Refuse to convert a model in which no mask prunes anything."""
     if any(units_pruned(gm, mask) for _, mask in pruner.mask_items()):
         return
     counter, schedule = int(pruner.counter), pruner.spec.schedule

@@ -1,8 +1,7 @@
 """The channel structure of a model as a networkx graph.
 
-The graph is bipartite: parameter axes on one side, channel groups on the other, and an edge wherever
-an axis carries channels of a group. Attributes are strings and whole numbers, so that every exporter
-of networkx takes them.
+The graph is bipartite: parameter axes on one side, channel groups on the other, and an edge wherever an axis
+carries channels of a group. Attributes are strings and integers, which every exporter of networkx accepts.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def axis_name(slot: Slot) -> str:
 
 
 def owner_of(slot: Slot) -> str:
-    """The module that a slot's parameter belongs to; a parameter of the model itself stands for itself."""
+    """The module that owns a slot's parameter, by name; for a parameter of the model itself, its own name."""
     return slot.tensor.rpartition(".")[0] or slot.tensor
 
 
@@ -67,7 +66,7 @@ def channel_graph(model: nn.Module) -> Graph:
     * ``name``: the node itself, for exporters that number the nodes;
     * ``bipartite``: 0 for an axis, 1 for a group;
     * ``kind``: of a group "group" or "frozen"; of an axis "producer" (a weight that makes channels),
-      "reader" (a weight that is contracted with them), "norm" or "carrier" (all else, such as a bias);
+      "reader" (a weight that is contracted with them), "norm" or "carrier" (anything else, such as a bias);
     * ``width``: the number of channels of a group, the length of an axis;
     * ``reasons``: why channels of a group, or all channels of an axis, must stay; one a line, or empty.
 

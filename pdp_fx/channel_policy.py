@@ -1,4 +1,4 @@
-"""The base of the policies that prune whole channels: scores, ranking, and the hard mask."""
+"""`ChannelPolicy`, the base of the policies that prune whole channels: scores, ranking, and the hard mask."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from pdp_fx.sharding import refuse_shard
 class ChannelPolicy(MaskPolicy):
     """Whole channels: one mask for a group, shared by everything that carries the group's channels.
 
-    A channel's score is the root mean square of all weights that produce it, over all producers of
-    the group, so that its scale is that of a weight. A subclass may have scores of its own.
+    A channel's score is the root mean square of all weights that produce it, over all producers of the group,
+    so that scores are on the scale of weights. A subclass may define its own `scores`.
 
     Attributes:
-        producers: the weight axes that make the channels.
+        producers: the weight axes that produce the channels.
         width: number of channels.
-        parts: channels that are cut apart from the others; the best of each part always stays.
-        copies: whether the model writes to some weight while it trains, be it after the mask is computed; the
-            gradient of the mask then needs the weight as it was.
+        parts: index sets that the model splits off or picks out of the channels; the best channel of each
+            always stays.
+        copies: whether the mask must be computed from copies of the weights, because the model itself writes
+            to them in training and the mask's gradient needs their earlier values.
     """
 
     copies = False
@@ -38,7 +39,7 @@ class ChannelPolicy(MaskPolicy):
         self.set_tables()
 
     def set_tables(self) -> None:
-        """Make the tables of places, which no checkpoint holds."""
+        """Fill the index tables, buffers that checkpoints do not contain."""
         for index, part in enumerate(self.parts):
             set_table(self, f"part_{index}", part)
         for index, producer in enumerate(self.producers):
@@ -57,7 +58,7 @@ class ChannelPolicy(MaskPolicy):
         """The mask in training, in [0, 1], shape (width,)."""
 
     def hard(self, *weights: Tensor) -> Tensor:
-        """The mask in eval mode, 0 for the channels that go and 1 for the others, shape (width,)."""
+        """The mask in eval mode: 0 for pruned channels, 1 for the others, shape (width,)."""
         return self.kept(self.scores(*weights))
 
     def kept(self, scores: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class ChannelPolicy(MaskPolicy):
         return (~smallest(self.ranked(scores), self.count)).to(scores.dtype)
 
     def scores(self, *weights: Tensor) -> Tensor:
-        """What channels are ranked by, shape (width,), float32 or float64; the least go first."""
+        """What channels are ranked by, shape (width,), float32 or float64; low scores are pruned first."""
         energies: list[Tensor] = []
         entries: list[Tensor] = []
         for index, (weight, producer) in enumerate(zip(weights, self.producers, strict=True)):
@@ -80,7 +81,7 @@ class ChannelPolicy(MaskPolicy):
         return torch.sqrt(torch.clamp(mean, min=torch.finfo(torch.float32).tiny))
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """The scores by which channels are ranked: the best channel of each part comes last."""
+        """The scores, with the best channel of each part raised above all others: it is pruned last."""
         scores = scores.detach()
         first = 2 * scores.amax().reshape(1)
         for index in range(len(self.parts)):
@@ -90,7 +91,7 @@ class ChannelPolicy(MaskPolicy):
         return scores
 
     def _gathered(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Sum rows into the channels of the group; rows outside it fall into a spare place."""
+        """Sum the values of rows into their channels, shape (width,); rows outside the group are left out."""
         sums = rows.new_zeros(self.width + 1)
         return sums.index_add(0, torch.where(places < 0, self.width, places), rows)[: self.width]
 
@@ -102,7 +103,7 @@ class ChannelPolicy(MaskPolicy):
 
 
 def set_table(owner: nn.Module, name: str, places: tuple[int, ...]) -> None:
-    """Give a module a buffer of places that is not saved, or fill the one that it has."""
+    """Register a non-persistent index buffer, or fill the one that is there."""
     old, made = owner._buffers.get(name), torch.tensor(places, dtype=torch.int64)
     if old is None or old.is_meta:
         device = next((b.device for b in owner.buffers(recurse=False) if not b.is_meta), None)
@@ -112,7 +113,7 @@ def set_table(owner: nn.Module, name: str, places: tuple[int, ...]) -> None:
 
 
 def _energy(weight: Tensor, axis: int) -> Tensor:
-    """Sum of squares of every row along ``axis``, of a complex weight those of both parts."""
+    """The sum of squares of every row along ``axis``; for complex weights, of real and imaginary parts."""
     weight = torch.view_as_real(weight) if weight.is_complex() else weight
     others = [other for other in range(weight.ndim) if other != axis]
     dtype = compute_dtype(weight.dtype)

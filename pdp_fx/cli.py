@@ -1,7 +1,7 @@
 """The command line: ``python -m pdp_fx``.
 
-``demo`` trains and prunes a small net; the other commands look at a model of the user's without training
-it. A model is named, as ``module:name``, by itself or by what makes it when called without arguments.
+``demo`` trains and prunes a small net; the other commands inspect a model of the user's without training it.
+A model is given as ``module:name``, the name of a module instance or of a callable that returns one.
 """
 
 from __future__ import annotations

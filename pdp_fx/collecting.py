@@ -1,7 +1,7 @@
 """Garbage collection while a model is compiled.
 
-Compiling makes very many small objects, and so sets off full collections, each of which looks at
-every object of the process. With a few large libraries imported, that is a third of all the time.
+Compiling creates very many small objects, which triggers full collections, and each of these visits every
+object of the process. With a few large libraries imported, that takes a third of the whole time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_new() -> Generator[None]:
-    """Let collections inside the block look only at objects that were made there."""
+    """Let garbage collections inside the block visit only objects that were created there."""
     if gc.get_freeze_count():
         yield
         return

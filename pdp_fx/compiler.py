@@ -1,7 +1,8 @@
-"""The pass protocol and the pipeline that runs passes: all the infrastructure there is.
+"""The pass protocol, and the pipeline that runs passes.
 
 A pass edits a graph; the pipeline does everything around it: it checks what a pass requires and
-ensures, removes parameters nobody reads any more, lints, recompiles, and records what happened.
+ensures, removes reads of parameters that have no users, lints, recompiles, and records what happened.
+The passes are in `pdp_fx.passes`, one in each file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Fact = TypeVar("Fact")
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its name, whether it edited, node counts around it, and seconds."""
+    """What one pass did: its name, whether it edited, the node counts before and after it, and seconds."""
 
     name: str
     modified: bool
@@ -34,13 +35,13 @@ class PassRecord:
 
 @dataclass
 class Context:
-    """What the passes of one run share.
+    """What the passes of one pipeline run share.
 
     Attributes:
         spec: what the user asked for.
         example_inputs: the positional and keyword arguments the graph is run on, or None.
         modules: the user's modules by name, for matching the spec's overrides.
-        facts: results that one pass leaves for later ones, by the type of the result.
+        facts: results that one pass leaves for later passes, by the type of the result.
     """
 
     spec: PruneSpec
@@ -71,13 +72,14 @@ class Context:
 class Pass(ABC):
     """One rewrite or analysis of a graph. Subclasses are frozen; their options are fields.
 
-    The graph is valid before and after ``run``, not necessarily while it runs. Dead code, linting
-    and recompiling are the pipeline's work. Code is generated after the last pass, and before a pass
+    The graph is valid before and after ``run``, not necessarily while it runs. The pipeline, and never a
+    pass, removes dead reads, lints and recompiles. It recompiles after the last pass, and before a pass
     that calls ``gm``.
 
     Attributes:
-        name: as it is told to users.
-        calls: whether it calls ``gm``, and does not only run its graph.
+        name: the name that users see, in kebab-case.
+        calls: whether the pass calls ``gm`` itself, which needs generated code, rather than interpreting
+            its graph.
     """
 
     name: ClassVar[str]
@@ -95,6 +97,7 @@ class Pass(ABC):
 
 
 OnPass = Callable[[str, Pass, fx.GraphModule], None]
+"""Called after each pass with the graph's text before it, the pass, and the graph module."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +115,18 @@ class Pipeline:
             on_pass: called after each pass with the graph's text before it, the pass, and ``gm``.
 
         Raises:
-            PassError: a pass failed; the message names it and the printed graph is a note. Other
-                errors of this package go through as they are, with the same note.
+            PassError: a pass failed; the message names the pass, and the printed graph is a note. Other
+                errors of this package go through unchanged, with the same note.
         """
         records: list[PassRecord] = []
-        stale = False
+        is_stale = False
         for step in self.passes:
-            if stale and step.calls:
+            if is_stale and step.calls:
                 gm.recompile()
-                stale = False
+                is_stale = False
             records.append(self._run_one(step, gm, ctx, on_pass))
-            stale |= records[-1].modified
-        if stale:
+            is_stale |= records[-1].modified
+        if is_stale:
             gm.recompile()
         return records
 
@@ -151,7 +154,7 @@ class Pipeline:
 
 
 def tidy(gm: fx.GraphModule) -> None:
-    """Lint the graph, and remove reads of parameters that nobody uses.
+    """Lint the graph, as `eliminate_dead_code` does first, and remove reads of parameters without users.
 
     Only ``get_attr`` nodes can be dropped safely: in a user's graph a call without users may still
     act in place or draw random numbers.

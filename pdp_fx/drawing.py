@@ -1,7 +1,7 @@
-"""A picture of a model's channels: what is removed together, which layers carry it, what stays.
+"""Drawing a model's channel groups: what is removed together, which layers carry it, and what stays.
 
-A row is a layer, a bar is a channel group, and an arrow is a weight that reads one group and makes
-another. matplotlib is imported when something is drawn; the rest of the package does without it.
+A row is a layer, a bar is a channel group, and an arrow is a weight that reads one group and produces another
+(`lanes` computes the layout). matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The example inputs of a model, and runs on them that leave no trace.
+"""The example inputs of a model, and trial runs on them that change nothing.
 
-A model may write to its inputs and buffers, draw random numbers, or follow the mode it is in. Runs on
-example inputs are for our own knowledge, so each starts from the same state and numbers.
+A model may write to its inputs and buffers, draw random numbers, or depend on its mode. Every trial run
+starts from the same state and the same random numbers, and all state is restored afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdp_fx.weights.sources import stored_nodes
 
 
 def normalised(given: ExampleInputs | None) -> Inputs | None:
-    """Example inputs as positional and keyword arguments with tensors of their own; None stays None.
+    """Example inputs as positional and keyword arguments, with copies of the tensors; None stays None.
 
     Raises:
         TraceError: they are neither a tensor, a tuple nor a mapping.
@@ -38,7 +38,7 @@ def normalised(given: ExampleInputs | None) -> Inputs | None:
 
 
 def fresh(inputs: Inputs) -> Inputs:
-    """The same inputs with tensors that nobody else holds."""
+    """The same inputs with copies of all tensors."""
     call = ExampleCall(*inputs).fresh()
     return call.args, dict(call.kwargs)
 
@@ -63,7 +63,7 @@ def matching(inputs: Inputs, model: nn.Module) -> Inputs:
 
 
 class _Shapes(fx.Interpreter):
-    """Runs a graph and notes the shape of every tensor that a node gives."""
+    """Runs a graph and notes the shape of every tensor that a node returns."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
@@ -78,13 +78,13 @@ class _Shapes(fx.Interpreter):
 
 @dataclass(frozen=True)
 class Shapes:
-    """What `shapes` would give, from a pass that has run the graph for another reason."""
+    """The result of `shapes`, left in the context by a pass that has run the graph for another reason."""
 
     found: dict[str, tuple[int, ...]]
 
 
 def shapes(gm: fx.GraphModule, inputs: Inputs) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a node of ``gm`` gives in eval mode, by the name of the node."""
+    """The shape of every tensor that a node of ``gm`` returns in eval mode, by the name of the node."""
     run = _Shapes(gm)
     with trial(gm):
         run.run(*place_arguments(gm, fresh(inputs)))
@@ -93,7 +93,7 @@ def shapes(gm: fx.GraphModule, inputs: Inputs) -> dict[str, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def trial(gm: fx.GraphModule) -> Generator[None]:
-    """Run things in eval mode and with fixed random numbers; ``gm`` is put back as it was."""
+    """Run the block in eval mode with fixed random numbers, and restore the state of ``gm`` afterwards."""
     keeping = unwritten(gm) if _may_write(gm) else contextlib.nullcontext()
     with ALONE, keeping, preserved(gm), evaluating(gm), torch.no_grad():
         torch.manual_seed(0)

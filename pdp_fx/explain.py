@@ -1,4 +1,4 @@
-"""What will be pruned, what will not, why, and what would change it."""
+"""`explain`: what a prepared model prunes, what it keeps and why, and what would change that."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pdp_fx.pruner import Pruner, find_one
 Item = TypeVar("Item")
 
 MANY = 40
-"""A table with more rows than this writes those as one whose names differ in their numbers only."""
+"""In a table with more rows than this, rows whose names differ only in their numbers are merged."""
 
 COUNTS = ("at least", "groups", "weights")
-"""Columns that are left out where they say nothing."""
+"""Columns that are left out if all their values are 1."""
 
 STILL_POSSIBLE = "Where channels stay, Unstructured and NM still prune the weights one by one."
 
 
 @dataclass(frozen=True)
 class PrunedWeight:
-    """A weight that is pruned one by one or N:M: its parameter, its rule, its number of weights."""
+    """A parameter whose weights are pruned one by one or N:M: its name, its rule, its number of weights."""
 
     name: str
     rule: str
@@ -43,12 +43,12 @@ class PrunedGroup:
     """Channels that are ranked against each other, and go or stay together in all their layers.
 
     Attributes:
-        name: the module that makes them first.
+        name: the module that produces them first.
         rule: the rule of the spec.
         width: number of channels.
-        least: how many of them stay by the rule and the model, whatever the weights and the target are.
-        producers: the modules that make them.
-        masked: where the mask sits: modules, their inputs, or the statistics of a norm.
+        least: how many of them stay in any case, because of the rule or the model.
+        producers: the modules that produce them.
+        masked: where the mask is applied: modules, their inputs, or the statistics of a norm.
         members: every axis of a parameter or buffer that carries some of them, as ``conv1.weight[0]``.
     """
 
@@ -63,10 +63,10 @@ class PrunedGroup:
 
 @dataclass(frozen=True)
 class KeptChannels:
-    """Channels that stay although the spec asks, for one reason.
+    """Channels that stay, for one reason, although the spec has a rule for them.
 
     Attributes:
-        group: the module that makes them first.
+        group: the module that produces them first.
         width: number of channels.
         nodes: the nodes of the graph that need them.
         sources: the lines of the model's code that these nodes come from.
@@ -90,11 +90,11 @@ class KeptChannels:
 
 @dataclass(frozen=True)
 class ComputedWeight:
-    """A weight that is pruned as it is computed; `convert` writes its value into a parameter.
+    """A computed weight that is pruned in the place of a parameter; `convert` writes its value there.
 
     Attributes:
         parameter: the parameter that it is written into.
-        node: the node of the graph that gives it.
+        node: the node of the graph that computes it.
         source: the line of the model's code that this node comes from.
     """
 
@@ -195,7 +195,7 @@ def _masked_at(group: ChannelGroup, channels: ChannelMap, role: dict[Slot, str])
 
 
 def _kept(group: ChannelGroup) -> list[KeptChannels]:
-    """The reasons of a group; those that differ in the node only are one."""
+    """The reasons of a group; reasons that differ only in the node are merged."""
     merged = collected(group.reasons, lambda reason: (reason.why, reason.remedy))
     return [
         KeptChannels(

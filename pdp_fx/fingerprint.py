@@ -1,7 +1,8 @@
-"""A fingerprint of all in a graph module that its channels depend on.
+"""A digest of everything in a graph module that its channel structure depends on.
 
-Channels follow from the operations, the settings of the modules, the shapes of tensors, and the numbers
-in tables of indices, and not from weights, modes, dtypes or devices.
+The channel structure depends on operations, module settings, shapes, and the numbers in index tables. It does
+not depend on weights, modes, dtypes or devices. `convert` reuses the structure that `prepare` found if the
+digest is still the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _SETTINGS = (bool, int, float, str, tuple, type(None))
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
-    """A text that two graph modules share if they have the same channels."""
+    """A digest that two graph modules share if they have the same channel structure."""
     digest = hashlib.sha256()
     for line in _lines(gm):
         digest.update(line.encode())
@@ -27,7 +28,7 @@ def fingerprint(gm: fx.GraphModule) -> str:
 
 
 def tables(gm: fx.GraphModule) -> dict[str, str]:
-    """A digest of every buffer of integers or booleans, which may say what goes where; counters are none."""
+    """A digest of every buffer of integers or booleans but counters: it may hold indices of channels."""
     found: dict[str, str] = {}
     for name, buffer in gm.named_buffers():
         numbers = buffer.is_floating_point() or buffer.is_complex() or buffer.layout is not torch.strided

@@ -1,4 +1,4 @@
-"""What a rule prunes, and how much of it: single weights, weights within groups of M, or whole channels."""
+"""The rules of a spec: `Unstructured` for single weights, `NM` for N:M patterns, `Channels` for channels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -11,21 +11,22 @@ from pdp_fx.field_checks import described, finite_number, store, truth, whole_nu
 from pdp_fx.policy_names import policy_text, resolved
 
 Policy: TypeAlias = Callable[[Any], nn.Module]
-"""A mask policy of a rule: a subclass of one of those in `pdp_fx.policy`, or whatever else makes a mask from
-a `pdp_fx.policy.MaskSite`, such as a `functools.partial` of a class."""
+"""The mask policy of a rule: a subclass of one of the classes in `pdp_fx.policy`, or any other callable that
+makes a mask from a `pdp_fx.policy.MaskSite`, such as a `functools.partial` of such a class."""
 
 
 @final
 @dataclass(frozen=True)
 class Unstructured:
-    """Prune single weights, those of least magnitude.
+    """Prune the single weights of smallest magnitude.
 
     Args:
-        ratio: share of the weights to prune, 0 < ratio < 1; 0.9 leaves every tenth weight.
-        policy: how, a subclass of `WeightPolicy` or the import path of one; None is PDP's soft mask.
+        ratio: share of the weights to prune, over all layers that have this rule, 0 < ratio < 1; 0.9 keeps
+            one weight in ten.
+        policy: the mask policy, a subclass of `WeightPolicy` or its import path; None is PDP's soft mask.
 
     Raises:
-        SpecError: the ratio is not a number strictly between 0 and 1, or the policy is none.
+        SpecError: the ratio is not a number strictly between 0 and 1, or the policy is not callable.
 
     Example:
         >>> Unstructured(0.9)
@@ -51,11 +52,11 @@ class NM:
     Args:
         keep: how many weights of each group stay, 1 <= keep < of. NM(2, 4) keeps 2 of 4.
         of: how many weights a group has.
-        policy: how, a subclass of `NMPolicy` or the import path of one; None is PDP's soft mask.
+        policy: the mask policy, a subclass of `NMPolicy` or its import path; None is PDP's soft mask.
 
     Raises:
-        SpecError: keep or of is no whole number, the group would be left empty or full, or the policy is
-            none.
+        SpecError: keep or of is not a whole number, the group would be left empty or full, or the policy is
+            not callable.
 
     Example:
         >>> NM(2, 4)
@@ -84,20 +85,21 @@ class NM:
 @final
 @dataclass(frozen=True)
 class Channels:
-    """Prune whole channels, so that the converted model has smaller layers. Give one target of the two.
+    """Prune whole channels, so that the converted model has smaller layers. Give one of the two targets.
 
     Args:
-        ratio: share of the channels of each group to prune, 0 < ratio < 1.
+        ratio: share of the channels to prune, over all groups that have this rule, 0 < ratio < 1.
         mac_reduction: share of the multiply-accumulates to save, 0 < mac_reduction < 1; 0.5 halves them.
         round_to: the kept channel count is a multiple of this (16 suits AVX-512), where the layer allows it.
-        min_channels: the least number of channels a layer keeps.
-        through_norms: whether the channels of a residual stream that LayerNorm, RMSNorm or a mean runs over
-            may go too. The statistics of norms run over the kept channels while training; those of GroupNorm
-            and of norms inside a block always do.
-        policy: how, a subclass of `ChannelPolicy` or the import path of one; None is PDP's soft mask.
+        min_channels: the smallest number of channels that a layer keeps.
+        through_norms: whether to prune the channels of a residual stream that LayerNorm, RMSNorm or a mean
+            runs over, too. These norms then compute their statistics over the kept channels in training;
+            GroupNorm and norms inside a block always do.
+        policy: the mask policy, a subclass of `ChannelPolicy` or its import path; None is PDP's soft mask.
 
     Raises:
-        SpecError: neither or both targets are given, a value is out of its range, or the policy is none.
+        SpecError: neither or both targets are given, a value is out of its range, or the policy is not
+            callable.
 
     Example:
         >>> Channels(mac_reduction=0.5, round_to=16)
@@ -135,11 +137,11 @@ class Channels:
 
 
 Rule: TypeAlias = Unstructured | NM | Channels
-"""What may stand as the rule of a layer; None in its place skips the layer."""
+"""The rule of a layer; where None is allowed in its place, it skips the layer."""
 
 
 def rule_text(rule: Rule) -> str:
-    """A rule as a person would write it, without the options that have their default value.
+    """The rule as a person would write it, without the options that have their default value.
 
     Example:
         >>> rule_text(Channels(mac_reduction=0.5)), rule_text(NM(2, 4))
@@ -153,7 +155,7 @@ def rule_text(rule: Rule) -> str:
 
 
 def _text(rule: Rule) -> str:
-    """A rule with all its options, but a policy only where it has one."""
+    """The rule with all its options, and the policy if it has one."""
     given = [(field.name, getattr(rule, field.name)) for field in fields(rule)]
     shown = [f"{name}={_shown(value)}" for name, value in given if name != "policy" or value is not None]
     return f"{type(rule).__name__}({', '.join(shown)})"
@@ -164,7 +166,7 @@ def _shown(value: object) -> str:
 
 
 def checked_rule(where: str, rule: object) -> Rule | None:
-    """`rule` if it is a rule or None; else a `SpecError` that says `where` it stood and what to write."""
+    """Return `rule` if it is a rule or None; else raise a `SpecError` that names `where` it was given."""
     if rule is None or isinstance(rule, Unstructured | NM | Channels):
         return rule
     hint = f"Unstructured({rule})" if isinstance(rule, float) else "for example Unstructured(0.9)"

@@ -1,8 +1,8 @@
-"""Where the parts of a channel picture go: a row for each layer, a lane for each channel group.
+"""The layout of a channel picture, which `drawing` draws: a row for each layer, a lane for each group.
 
-Rows follow the model from top to bottom. A group is a bar that reaches from the first layer that
-carries its channels to the last; two bars share a lane when they share no row. A weight that reads
-one group and makes another is a link across lanes.
+Rows follow the model from top to bottom. A group is a bar from the first layer that carries its channels to
+the last; two bars can share a lane if they share no row. A weight that reads one group and produces another
+is a link across lanes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""PDP's masks, the policies that a rule without one stands for, and how masks are laid out in a graph.
+"""PDP's masks, which are the default policies, and the modules that lay masks out along parameters.
 
-Each follows the mode of the model: in training it gives the soft mask of the paper (equation 1), in
-eval mode the hard mask that `convert` will apply, by exact index. A mask has no trainable parameter;
-its state is whole numbers, so that casting the model to another dtype leaves it alone.
+A mask follows the mode of the model: in training mode it computes the soft mask of the paper (equation 1), in
+eval mode the hard mask that `convert` will apply, which is exact in the number of pruned units. A mask has no
+trainable parameter; its state is integers, so that casting the model to another dtype does not change it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy
 from pdp_fx.softness import Softness
 
 SMALLEST_TAU = 1e-30
-"""A relative tau of a layer of zeros."""
+"""The lower bound of a relative tau, which would be 0 for a layer of zeros."""
 
 
 class Tempered(MaskPolicy):
-    """What PDP's masks have in common: the softness tau.
+    """The common base of PDP's masks: a mask with the softness tau.
 
     Attributes:
         tau: softness of the mask.
-        units: where tau changes, what its number is now comes third, a float64 as an integer.
+        units: as in `MaskPolicy`; if tau changes during the ramp, a third entry holds the bits of its present
+            number, a float64.
     """
 
     def __init__(self, site: MaskSite) -> None:
@@ -49,11 +50,11 @@ class Tempered(MaskPolicy):
             self._number().fill_(self.tau.at(share))
 
     def _number(self) -> Tensor:
-        """The number in a tau that changes, as it is now: 0-dim float64, a view."""
+        """The present number of a tau that changes: a 0-dim float64 view into `units`."""
         return self.units[2].view(torch.float64)
 
     def temperature(self, weight: Tensor) -> Temperature:
-        """The tau for these weights (or channel scores) now: a constant of the step, read without waiting."""
+        """The present tau for these weights or channel scores, without a gradient and without waiting."""
         if self.tau.constant:
             return self.tau.start
         number = self.tau.start if self.tau.end is None else self._number()
@@ -67,7 +68,7 @@ class Tempered(MaskPolicy):
 
     @abstractmethod
     def soft_values(self, *weights: Tensor) -> Tensor:
-        """The soft mask of the paper, whatever layers compute with."""
+        """The soft mask of the paper, even if layers compute with hard masks."""
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), f"tau={self.tau}")))
@@ -77,7 +78,7 @@ class WeightMask(Tempered, WeightPolicy):
     """PDP for single weights (paper, section 3.1).
 
     Attributes:
-        together: what finds the thresholds on a GPU; masks of one model have it in common.
+        together: finds the thresholds on a GPU; all masks of a model share one.
     """
 
     def __init__(self, site: MaskSite) -> None:
@@ -123,7 +124,7 @@ class NMMask(Tempered, NMPolicy):
 
 
 class ChannelMask(Tempered, ChannelPolicy):
-    """PDP for whole channels: the soft mask of their scores, whose scale is that of weights."""
+    """PDP for whole channels: the soft mask of their scores, which are on the scale of weights."""
 
     def soft(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights)
@@ -137,10 +138,11 @@ class ChannelMask(Tempered, ChannelPolicy):
         return soft_mask_value(lifted, t, self.temperature(scores))
 
     def _threshold(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The threshold and the scores to compare with it.
+        """The threshold, 0-dim, and the scores to compare with it, shape (width,).
 
-        A channel below it that stays, as the best of its part, is seen as the hard mask ranks it: else it
-        would be trained at 0 and shipped at 1.
+        The best channel of each part stays even if its score is below the threshold. Its score is replaced by
+        the one that the hard mask ranks it by; otherwise its soft mask would be near 0 in training, although
+        its hard mask is 1.
         """
         ranked = self.ranked(scores)
         t = threshold(ranked, self.count)
@@ -148,11 +150,11 @@ class ChannelMask(Tempered, ChannelPolicy):
 
 
 class MaskLayout(nn.Module):
-    """Lays the masks of several groups out along one parameter axis; other indices get 1.
+    """Lays the masks of one or more groups out along one parameter axis; indices outside the groups get 1.
 
     Args:
-        index: for every index of the axis its place among the groups' channels, laid side by side,
-            or -1.
+        index: for every index of the axis its place in the concatenation of the groups' masks, or -1 if it
+            belongs to none of them.
     """
 
     index: Tensor
@@ -163,7 +165,7 @@ class MaskLayout(nn.Module):
         self.set_tables()
 
     def set_tables(self) -> None:
-        """Make the table of indices, which no checkpoint holds."""
+        """Fill the index table, a buffer that checkpoints do not contain."""
         set_table(self, "index", self.places)
 
     def forward(self, *masks: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ class MaskLayout(nn.Module):
 
 
 class MaskOwnWeight:
-    """A forward hook that gives a layer a weight of its own, masked; for layers inside modules kept whole."""
+    """A forward pre-hook that passes a layer its own weight, masked; for layers inside modules kept whole."""
 
     def __init__(self, mask: MaskPolicy, name: str) -> None:
         self.mask = mask
@@ -182,5 +184,5 @@ class MaskOwnWeight:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add the masked weight to the layer's arguments."""
+        """Return the layer's arguments with the masked weight added."""
         return args, kwargs | {self.name: self.mask(module.get_parameter(self.name))}

@@ -1,8 +1,8 @@
-"""The keys of a spec's overrides: what they may be, which one wins for a module, which match nothing.
+"""The keys of a spec's overrides: which are allowed, which one wins for a module, and which match nothing.
 
-A key is the name of a module (a container's name covers all that is inside), "re:<regex>" for the whole name
-of a module, or a module type. Names win over regexes, regexes over types; among names the longest that
-matches, among regexes and types the first in order.
+A key is the name of a module (a container's name covers everything inside), "re:<regex>" for the whole name
+of a module, or a module type. Names win over regexes, and regexes over types. Among matching names the
+longest wins, among regexes and types the first.
 """
 
 import pkgutil
@@ -24,14 +24,14 @@ Overrides: TypeAlias = (
     | Mapping[Key, Rule | None]
     | Iterable[Override]
 )
-"""What a user may give: a mapping from keys to rules, or the pairs of one."""
+"""Overrides as a user may write them: a mapping from keys to rules, or pairs of a key and a rule."""
 
 _REGEX = "re:"
 _TYPE = "type:"
 
 
 def normalised(overrides: object) -> tuple[Override, ...]:
-    """The overrides as pairs with checked keys and rules, in order; `SpecError` for what is none of that."""
+    """The overrides as pairs of a checked key and a checked rule, in order; `SpecError` if one is invalid."""
     checked: dict[Key, Rule | None] = {}
     for key, rule in _pairs(overrides):
         checked_key = _checked_key(key)
@@ -53,7 +53,7 @@ def winner(overrides: Iterable[Override], name: str, module_type: type[nn.Module
 
 
 def check_all_match(keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> None:
-    """`SpecError` naming each key that matches none of `modules` (name to module), with what comes close."""
+    """Raise a `SpecError` if a key matches none of `modules`, given by name; it names close matches."""
     unmatched = [
         key for key in keys if not any(_matches(key, name, type(module)) for name, module in modules.items())
     ]
@@ -113,7 +113,7 @@ def _pair(item: object) -> tuple[object, object]:
 
 
 def _checked_key(key: object) -> Key:
-    """`key` with a "type:" string resolved to its class; `SpecError` if it is no possible key."""
+    """`key` with a "type:" string resolved to its class; `SpecError` if it is invalid."""
     if isinstance(key, str):
         return _checked_text(key)
     if isinstance(key, type) and issubclass(key, nn.Module):
@@ -154,7 +154,7 @@ def _resolved_type(path: str) -> type[nn.Module]:
 
 
 def _torch_class_like(path: str) -> str:
-    """The hint that names the class of torch.nn of the same name, or else the closest one."""
+    """A hint with the class of torch.nn that has the same name, or else the most similar name."""
     classes = {f"{_TYPE}torch.nn.{name}" for name in dir(nn) if isinstance(getattr(nn, name), type)}
     namesake = f"{_TYPE}torch.nn.{path.rpartition('.')[2]}"
     return (

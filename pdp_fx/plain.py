@@ -1,10 +1,10 @@
-"""A graph module of torch and the user's own types only, which still pickles exactly.
+"""`plain`: a graph module that holds only types of torch, Python and the user, and that pickles exactly.
 
-`torch.fx` pickles a graph module as source code, and traces that code again when it is loaded. What
-does not depend on an input is then computed once and frozen: a random number, a slice of a buffer;
-and what a proxy cannot do fails: assigning to a slice, slicing a buffer by a size. So the class of our
-graph modules, which each of them has to itself anyway, pickles the graph: as the calls that build it,
-all of them of torch and of Python's library, since a reader may not have this package.
+`torch.fx` pickles a graph module as source code, and traces that code again when it is loaded. What does not
+depend on an input, such as a random number or a slice of a buffer, is then computed once and frozen; and what
+a proxy cannot do, such as assigning to a slice, fails. So the converted graph module pickles its graph as the
+calls that build it. They are all calls of torch and of Python's library, since whoever loads it may not have
+this package. Every graph module has a class of its own anyway, which is where the methods for that are set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def plain(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Put what torch and Python's library can do in the place of what only this package can."""
+    """Replace the node's target by calls of torch and Python's library, if it belongs to this package."""
     if isinstance(node.target, Apply):
         node.target = _named(partial(node.target.kind.apply), node.target.__name__)
     elif isinstance(node.target, Bound):
@@ -56,7 +56,7 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _make_object(node: fx.Node, build: Build) -> None:
-    """Make an object without its constructor, and give it its attributes."""
+    """Replace a `Build` node by nodes that make the object without its constructor and set its attributes."""
     name = build.kind.__name__
     made = node.graph.call_function(_named(partial(object.__new__, build.kind), f"new_{name}"))
     table = node.graph.call_function(vars, (made,))
@@ -67,14 +67,14 @@ def _make_object(node: fx.Node, build: Build) -> None:
 
 
 def _named(function: partial[Any], name: str) -> Callable[..., Any]:
-    """A call with a name and a home, as generated code wants them."""
+    """The partial with a ``__name__`` and ``__module__``, which code generation needs."""
     named: Any = function
     named.__name__, named.__module__ = name, "functools"
     return named
 
 
 def _exact(bare: fx.GraphModule) -> fx.GraphModule:
-    """Let the class of one graph module pickle and deep-copy as described above."""
+    """Set the methods by which this one graph module pickles and deep-copies as described above."""
     kind: Any = type(bare)
     kind.__reduce__ = _reduce
     kind._deepcopy_init = _copier
@@ -120,7 +120,7 @@ def _graph(graph: fx.Graph) -> _Made:
 
 
 class _Made:
-    """Something that a call makes; in a pickle only the call is left, and it is made once."""
+    """An object given by the call that makes it: pickle stores the call, and makes the object once."""
 
     def __init__(self, call: Callable[..., Any], *args: Any) -> None:
         self.call = call
@@ -131,7 +131,7 @@ class _Made:
 
 
 def _target(node: fx.Node) -> Any:
-    """The target of a node, or the way to find it where pickle knows none."""
+    """The target of a node as pickle can store it: itself, or the call that imports it."""
     if isinstance(node.target, (str, partial)) or _is_known_to_pickle(node.target):
         return node.target
     name = _get_qualified_name(node.target)

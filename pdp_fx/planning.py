@@ -1,9 +1,12 @@
-"""How many units of each mask go in the end, from the weights as they are: the allocation of a spec."""
+"""How many units of each mask are pruned at the end of the ramp, by the spec and the present weights.
+
+`Planner` groups the masks by rule and applies the algorithms of `allocation` to their weights or scores.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,19 +25,20 @@ from pdp_fx.weights.sources import computed
 logger = logging.getLogger(__name__)
 
 CHILD = "pdp"
-"""The name of what `prepare` adds to a model."""
+"""The name of the child module that `prepare` adds to a model."""
 
 
 @dataclass(frozen=True)
 class Planner:
-    """What the targets follow from.
+    """Computes the targets of all masks.
 
     Attributes:
-        gm: the prepared model, with the weights by which is ranked.
+        gm: the prepared model, whose present weights are ranked.
         spec: the user's spec.
         masks: all masks by name, in graph order.
         rules: the rule of each mask.
-        mac_model: multiply-accumulates by kept channels; groups in the order of the channel masks.
+        mac_model: multiply-accumulates as a function of kept channels, with the groups in the order of the
+            channel masks; None without example inputs.
     """
 
     gm: nn.Module
@@ -44,7 +48,11 @@ class Planner:
     mac_model: MacModel | None
 
     def plan(self) -> dict[str, int]:
-        """The final count of every unstructured and channel mask, from the present weights."""
+        """The target of every planned mask but those of N:M, by name.
+
+        Raises:
+            SpecError: weights are not finite, a target cannot be reached, or two MAC targets are given.
+        """
         pools: dict[Rule, list[str]] = {}
         for name, mask in self.masks.items():
             if mask.planned and not isinstance(mask, NMPolicy):
@@ -82,8 +90,7 @@ class Planner:
             wanted = round(rule.ratio * sum(widths))
             if wanted > sum(most):
                 logger.warning("%s: of %d channels only %d can go", rule_text(rule), wanted, sum(most))
-            counts = self._channel_counts(scores, most)(wanted)
-            counts = [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
+            counts = self._channel_counts(wanted, scores, most, rule.round_to)
         else:
             counts = self._counts_for_macs(rule, names, masks, scores, others)
         return dict(zip(names, counts, strict=True))
@@ -96,13 +103,18 @@ class Planner:
             for mask, kept in zip(masks, least, strict=True)
         ]
 
-    def _channel_counts(self, scores: list[Tensor], most: list[int]) -> Callable[[int], list[int]]:
-        """Counts per group for a total number of channels, by this spec's allocation."""
+    def _channel_counts(self, total: int, scores: list[Tensor], most: list[int], round_to: int) -> list[int]:
+        """How many channels each group loses if ``total`` are to go, by the spec's allocation and rounding.
+
+        Under global allocation the scores of each group are first divided by their root mean square.
+        """
         widths = [len(score) for score in scores]
         if self.spec.allocation == "uniform":
-            return lambda total: _uniform(total, widths, most)
-        normal = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
-        return lambda total: allocate(normal, min(total, sum(most)), most)
+            counts = _uniform(total, widths, most)
+        else:
+            normal = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
+            counts = allocate(normal, min(total, sum(most)), most)
+        return [rounded(c, w, round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
 
     def _counts_for_macs(
         self,
@@ -112,8 +124,12 @@ class Planner:
         scores: list[Tensor],
         others: dict[str, int],
     ) -> list[int]:
+        """How many channels each group loses to meet a MAC target; ``others`` are targets of other masks."""
         if self.mac_model is None or rule.mac_reduction is None:
-            raise StateError("a MAC target needs the model's MAC counts")
+            raise StateError(
+                f"{rule_text(rule)} needs the multiply-accumulates of the model, which are not known; "
+                "prepare it with example_inputs"
+            )
         model, reduction = self.mac_model, rule.mac_reduction
         widths = [len(score) for score in scores]
         order = [name for name, mask in self.masks.items() if isinstance(mask, ChannelPolicy)]
@@ -124,8 +140,7 @@ class Planner:
 
         def counts_at(total: int) -> list[int]:
             most = self._limits(masks, rule, total / sum(widths))
-            counts = self._channel_counts(scores, most)(total)
-            return [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
+            return self._channel_counts(total, scores, most, rule.round_to)
 
         return reach_macs(counts_at, sum(widths), macs, model.macs([0] * len(order)), reduction)
 
@@ -148,14 +163,14 @@ def _refuse_unfit(names: list[str], tensors: list[Tensor]) -> None:
 
 
 def parameters_of(gm: nn.Module, mask: MaskPolicy) -> list[Tensor]:
-    """The weights that ``mask`` is computed from, as it sees them, gathered where they are sharded."""
+    """The weights that ``mask`` is computed from, in the axis order it expects, gathered if sharded."""
     weights = [weight_of(gm, name) for name in mask.parameters_read]
     return [to_inputs(weight, mask.axis) for weight in weights] if isinstance(mask, NMPolicy) else weights
 
 
 def weight_of(gm: nn.Module, name: str) -> Tensor:
-    """The parameter ``name``, or in a prepared model the computed weight that stands for it, gathered."""
-    place: str | None = getattr(getattr(gm, CHILD, None), "computed", {}).get(name)
-    if place is None or not isinstance(gm, fx.GraphModule):
+    """The parameter ``name``, or the computed weight that is pruned in its place; gathered if sharded."""
+    node_name: str | None = getattr(getattr(gm, CHILD, None), "computed", {}).get(name)
+    if node_name is None or not isinstance(gm, fx.GraphModule):
         return whole(gm.get_parameter(name))
-    return whole(computed(gm, next(node for node in gm.graph.nodes if node.name == place)))
+    return whole(computed(gm, next(node for node in gm.graph.nodes if node.name == node_name)))

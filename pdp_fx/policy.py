@@ -1,9 +1,9 @@
-"""Mask policies: what turns a weight into the weight that a layer uses, and what `prepare` puts into a graph.
+"""Mask policies: the modules that compute masked weights from weights, in the graph that `prepare` returns.
 
 A policy is a subclass of `WeightPolicy`, `NMPolicy` or `ChannelPolicy`, named in a rule, as in
 ``Unstructured(0.9, policy=Mine)``. `prepare` calls it once for every weight that the rule covers and puts the
 module that it returns between the weight and the layer. PDP's own masks (`pdp_fx.masks`) are policies like
-any other: they are what a rule without a policy stands for.
+any other; a rule without a policy uses them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from pdp_fx.sharding import refuse_shard
 from pdp_fx.softness import Softness
 
 UNSET = -1
+"""The target of a mask until the ratios are fixed."""
+
 MILLION = 1_000_000
+"""What one weight per group counts in the target and count of an N:M mask."""
 
 
 @dataclass(frozen=True)
 class Producer:
-    """A weight axis that makes the channels of a group.
+    """An axis of a weight whose rows produce the channels of a group.
 
     Attributes:
         axis: the axis of the weight.
-        places: for every row along the axis its channel in the group, or -1 for a row outside it;
-            None when row i makes channel i.
+        places: for every row along the axis the index of its channel in the group, or -1 if the row is not
+            in the group; None if row i produces channel i.
     """
 
     axis: int
@@ -48,18 +51,20 @@ class Producer:
 
 @dataclass(frozen=True, eq=False)
 class MaskSite:
-    """What a mask is made for.
+    """The weight or the channel group that a mask is made for: the argument of every policy.
 
     Attributes:
         names: qualified names of the parameters that the mask reads: one, or all producers of a group.
-        rule: the rule of the spec, which has the target.
-        tau: the softness that the spec asks for; a policy is free to ignore it.
+        rule: the spec's rule, which holds the target.
+        tau: the spec's softness; a policy is free to ignore it.
         weights: the parameters themselves, for shapes, dtype and device.
-        producers: of a channel group, the weight axes that make its channels.
-        width: of a channel group, its number of channels.
-        parts: of a channel group, channels that are cut apart from the others, of which one must stay.
-        pruned_decay: of single weights, the decay of pruned ones that the spec asks for.
-        axis: of an N:M mask, the axis of the parameter along the input channels; of ``weights`` it is axis 1.
+        producers: for a channel group, the weight axes that produce its channels.
+        width: for a channel group, its number of channels.
+        parts: for a channel group, the index sets that the model splits off or picks out of its channels; at
+            least one channel of each set must stay.
+        pruned_decay: for single weights, the spec's decay of pruned weights.
+        axis: for an N:M mask, the axis of the parameter along the input channels; in ``weights`` it has been
+            moved to axis 1.
     """
 
     names: tuple[str, ...]
@@ -80,11 +85,11 @@ class MaskSite:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training is.
+    """How far the training has come.
 
     Attributes:
         counter: how often `pdp_fx.step` was called; 0 when the model was prepared.
-        share: the share of the target that holds now by the schedule, from 0 to 1.
+        share: the share of the target that the schedule prunes now, from 0 to 1.
         schedule: the schedule of the spec.
     """
 
@@ -97,15 +102,16 @@ class MaskPolicy(nn.Module):
     """The mask of one weight or one channel group, and how it changes while the model trains.
 
     In training mode the layer gets what `soft` returns, in eval mode what `hard` returns, and `convert`
-    writes the latter into the parameter. Parameters of a policy are trained with the model and go with
-    `convert`; its buffers are saved with the model.
+    writes the result of `hard` into the parameter. The parameters of a policy are trained with the model and
+    removed by `convert`; its buffers are saved with the model. A *unit* is what is pruned or kept as a whole:
+    a weight, or a channel.
 
     Attributes:
         parameters_read: qualified names of the parameters that the mask is computed from.
-        units: the buffer of whole numbers with `target` and `count`. The count follows from the target and
-            the schedule, and is saved all the same, for averages that copy what a state dict holds.
-        planned: whether the package fixes the target by the allocation of the spec. A policy that says
-            False decides by itself what goes, in `pruned`; `target` and `count` then mean nothing.
+        units: the int64 buffer that holds `target` and `count`. The count follows from the target and the
+            schedule; it is saved nevertheless, for averages of models that copy a state dict.
+        planned: whether the package fixes the target by the spec's allocation. If a policy sets this to
+            False, its method `pruned` alone decides what is pruned, and `target` and `count` are not used.
     """
 
     planned: ClassVar[bool] = True
@@ -119,22 +125,22 @@ class MaskPolicy(nn.Module):
 
     @property
     def target(self) -> Tensor:
-        """How many units are pruned in the end, 0-dim, a view; -1 until the ratios are fixed."""
+        """How many units are pruned at the end of the ramp: a 0-dim view; `UNSET` until that is fixed."""
         return self.units[0]
 
     @property
     def count(self) -> Tensor:
-        """How many units are pruned now, 0-dim, a view."""
+        """How many units are pruned now: a 0-dim view."""
         return self.units[1]
 
     @property
     def allocated(self) -> bool:
-        """Whether the final count is fixed."""
+        """Whether the target is fixed."""
         return int(self.target) != UNSET
 
     def advance(self, share: float) -> None:
-        """Prune ``share`` of the target, in [0, 1], from now on; nothing while there is no target."""
-        # Where it is: a GPU is not waited for once for each mask.
+        """Prune ``share`` of the target, in [0, 1], from now on; nothing while the target is not fixed."""
+        # Computed on the device, so that no mask waits for a GPU.
         self.count.copy_((self.target.clamp(min=0).double() * share).round())
 
     def known_count(self, weight: Tensor) -> int | None:
@@ -143,50 +149,50 @@ class MaskPolicy(nn.Module):
         return units.tolist()[1] if readable(weight) and readable(units) else None
 
     def idle(self, weight: Tensor) -> bool:
-        """Whether nothing is pruned now, as far as that can be told without waiting for a device."""
+        """Whether nothing is pruned now; False if that cannot be read without waiting for a device."""
         return self.known_count(weight) == 0
 
     @property
     def pruned_now(self) -> int:
-        """How many units (N:M: of every group) the hard mask prunes now, by the schedule."""
+        """How many units (for N:M: of every group) the hard mask prunes now by the schedule."""
         return int(self.count)
 
     @abstractmethod
     def pruned(self, *weights: Tensor) -> Tensor:
-        """The units that the hard mask prunes now, as booleans in the shape of the units."""
+        """Which units the hard mask prunes now: booleans, one for each unit, in the shape of the units."""
 
     def values(self, *weights: Tensor) -> Tensor:
-        """The soft mask in [0, 1] for reports, in the shape of the units; the hard mask where none is."""
+        """The soft mask in [0, 1] for reports, in the shape of the units; by default the hard mask."""
         return (~self.pruned(*weights)).float()
 
     def penalty(self, *weights: Tensor) -> Tensor | None:
-        """A term of the loss, 0-dim and differentiable, or None; `pdp_fx.penalty` adds them all up."""
+        """A term for the loss, 0-dim and differentiable, or None; `pdp_fx.penalty` adds up all of them."""
         return None
 
     @classmethod
     def update(cls, masks: Sequence[Any], weights: Sequence[tuple[Tensor, ...]], now: Progress) -> None:
         """Change the state of the masks; called by `prepare`, and by `step` after it has set the counts.
 
-        With ``Schedule(per="step")`` it is a hook after the step of the optimizer. It runs without
-        gradients and may change the weights in place.
+        With ``Schedule(per="step")`` it runs after every step of the optimizer. It runs without gradients
+        and may change the weights in place.
 
         Args:
-            masks: all masks of one rule, so that layers can be ranked together; one at a time where the
-                spec's allocation is "uniform".
+            masks: all masks of one rule, so that layers can be ranked together; a single mask if the spec's
+                allocation is "uniform".
             weights: for each mask the parameters that it reads.
-            now: how far the training is.
+            now: how far the training has come.
         """
 
 
-Made = TypeVar("Made", bound=MaskPolicy)
+Mask = TypeVar("Mask", bound=MaskPolicy)
 
 
-def made(site: MaskSite, default: type[Made], kind: type[Made]) -> Made:
-    """The mask that the rule's policy makes for ``site``, or that of ``default`` without one.
+def make_mask(site: MaskSite, default: type[Mask], kind: type[Mask]) -> Mask:
+    """Make the mask for ``site`` by the policy of its rule, or by ``default`` if the rule has none.
 
     Raises:
-        SpecError: the policy gives something else than a ``kind``, or one that lacks a method or whose
-            ``update`` is that of a single mask.
+        SpecError: the policy does not return a ``kind``, or its class lacks a method, or its ``update`` is
+            not a classmethod.
     """
     policy = site.rule.policy or default
     mask: object = policy(site) if callable(policy) else None
@@ -207,11 +213,11 @@ def made(site: MaskSite, default: type[Made], kind: type[Made]) -> Made:
 
 
 class WeightPolicy(MaskPolicy):
-    """Unstructured: every weight is a unit. A subclass says at least what `soft` returns.
+    """Unstructured: every weight is a unit. A subclass must define `soft`.
 
     Attributes:
         size: number of weights.
-        pruned_decay: lambda of `penalty`.
+        pruned_decay: the factor lambda in `penalty`.
     """
 
     def __init__(self, site: MaskSite) -> None:
@@ -221,22 +227,22 @@ class WeightPolicy(MaskPolicy):
         self.ranking = Ranking()
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return the weight that the layer uses, same shape and dtype."""
+        """Return the weight that the layer uses, in the shape and dtype of ``weight``."""
         refuse_shard(weight)
         return self.soft(weight) if self.training else self.hard(weight)
 
     @abstractmethod
     def soft(self, weight: Tensor) -> Tensor:
-        """The weight that the layer uses in training; gradients are those of autograd."""
+        """The weight that the layer uses in training; autograd computes its gradient."""
 
     def hard(self, weight: Tensor) -> Tensor:
-        """The weight that the layer uses in eval mode and after `convert`: 0 exactly where `pruned`."""
+        """The weight that the layer uses in eval mode and after `convert`: exactly 0 where `pruned`."""
         if self.planned and self.idle(weight):
             return weight
         return torch.where(self.pruned(weight), torch.zeros_like(weight), weight)
 
     def pruned(self, *weights: Tensor) -> Tensor:
-        """The `count` weights of least magnitude."""
+        """The `count` weights of smallest magnitude."""
         magnitude = weights[0].detach().abs()
         count = self.known_count(weights[0])
         if count is not None and 0 < count < magnitude.numel():
@@ -246,10 +252,10 @@ class WeightPolicy(MaskPolicy):
         return smallest(magnitude, self.count)
 
     def penalty(self, *weights: Tensor) -> Tensor | None:
-        """Half of lambda times the sum of squares of what is pruned, whose gradient is lambda w there.
+        """1/2 lambda times the sum of squares of the pruned weights; its gradient there is lambda w.
 
-        It is the decay of SR-STE (Zhou et al., 2021, arXiv:2102.04010) as a term of the loss, so
-        that it follows whatever the loss is scaled by. None where lambda is 0.
+        It is the decay of SR-STE (Zhou et al., 2021, arXiv:2102.04010), written as a term of the loss so
+        that it is scaled with the loss. None if lambda is 0.
         """
         if self.pruned_decay == 0 or self.idle(weights[0]):
             return None
@@ -262,9 +268,9 @@ class WeightPolicy(MaskPolicy):
 class NMPolicy(WeightPolicy):
     """N:M: of every ``of`` consecutive weights along the input channels, ``keep`` stay.
 
-    ``count`` and ``target`` are millionths of a weight per group, so that a ramp can interpolate
-    between whole weights. All methods get the weight with its input channels on axis 1, as conv and linear
-    layers have it, whatever axis of the parameter that is.
+    ``count`` and ``target`` are in millionths of a weight per group, so that the ramp can interpolate between
+    whole weights. All methods but `forward` get the weight with its input channels moved to axis 1, where
+    conv and linear layers have them.
 
     Attributes:
         axis: the axis of the parameter that runs along the input channels.
@@ -287,7 +293,7 @@ class NMPolicy(WeightPolicy):
         return int(self.count) // MILLION
 
     def pruned(self, *weights: Tensor) -> Tensor:
-        """The smallest of each group, as many as the schedule asks for."""
+        """The smallest weights of each group; their number follows from the schedule."""
         whole = self.count.div(MILLION, rounding_mode="floor")
         return nm_pruned(weights[0].detach(), self.keep, self.of, whole)
 
@@ -297,7 +303,7 @@ class NMPolicy(WeightPolicy):
 
 
 def to_inputs(weight: Tensor, axis: int) -> Tensor:
-    """A weight with the axis of its input channels as axis 1; the same tensor if it is."""
+    """The weight with the axis of its input channels moved to axis 1; the same tensor if it is there."""
     return weight if axis == 1 else weight.movedim(axis, 1)
 
 

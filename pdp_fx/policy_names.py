@@ -1,4 +1,4 @@
-"""Mask policies in specs: checked, shown by their class, and written to files as import paths."""
+"""How specs check mask policies, print them by class name, and write them to files as import paths."""
 
 import functools
 import pkgutil
@@ -42,7 +42,7 @@ def policy_text(policy: Callable[[Any], Any]) -> str:
 
 
 def policy_path(policy: Callable[[Any], Any]) -> str:
-    """The import path that `resolved` gets the same policy back from.
+    """The import path of a policy, from which `resolved` gets the same object.
 
     Raises:
         SpecError: there is none, as for a partial or a class that is defined in a function.

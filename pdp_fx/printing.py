@@ -1,4 +1,4 @@
-"""The texts that people read: a graph with one line a node, and what a pass changed in it."""
+"""Graphs as text: a table with one line for each node, and the difference that a pass makes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pdp_fx.tracing.examples import ExampleInputs
 
 HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
 NEEDED = 3
-"""The first columns are always shown, the others where they say something."""
+"""How many of the first columns are always shown; the others are shown if they are not empty."""
 
 Shape = tuple[int, ...]
 
 
 def print_graph(model: nn.Module, example_inputs: ExampleInputs | None = None) -> None:
-    """Print the graph of ``model``, one line a node; a plain module is traced first.
+    """Print the graph of ``model``, one line for each node; a plain module is traced first.
 
     Args:
         model: a prepared model, also inside a wrapper, a converted one, or any module.
-        example_inputs: what to run the model on, for the shapes of a model that was not prepared with
-            example inputs, and where a plain module cannot be traced without a run.
+        example_inputs: inputs to run the model on; needed for the shapes of a model that was prepared without
+            example inputs, and for a plain module that cannot be traced without a run.
     """
     print(graph_text(model, example_inputs))
 

@@ -1,4 +1,7 @@
-"""Converting a copy of a prepared model, with a proof by numbers that its outputs stay what they were."""
+"""Converting a copy of a prepared model, and proving by comparison that its outputs stay the same.
+
+The comparison is in the model's dtype first. If rounding may explain a difference, a copy in float64 decides.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,22 @@ from pdp_fx.tracing.replacing import ALONE, replaced
 
 logger = logging.getLogger(__name__)
 
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+"""The difference, relative to the output's scale, that is allowed at first."""
+
 LOOSE = 1e-4
 LOOSE_ROUNDINGS = 16
-"""So many roundings of its dtype, and `LOOSE` at least, are allowed where float64 decides or cannot."""
-
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+"""The difference allowed if float64 decides or cannot be used: so many roundings, at least `LOOSE`."""
 
 AMPLIFIED = 10
-"""How much further than one change of every last bit a converted model may be from the prepared one."""
+"""How many times the effect of one rounding of every product a converted model may differ in float64."""
 
 MOST_AMPLIFIED = 1e-6
-"""A model that amplifies rounding beyond this cannot be told from one with a wrong index."""
+"""The limit of that: a model that amplifies rounding further cannot be told from one with a wrong index."""
 
 
 def proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
-    """Convert a copy; where float32 rounding hides whether it is equal, float64 decides.
+    """Convert a copy of ``gm``; if rounding hides whether the outputs are equal, float64 decides.
 
     Raises:
         VerifyError: the outputs differ by more than rounding explains.
@@ -60,7 +64,7 @@ def proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
 
 
 def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
-    """Convert a copy; more than the tolerance is allowed only to a model that amplifies rounding as much."""
+    """Convert a copy in float64; a larger difference is allowed only if the model amplifies rounding."""
     try:
         return _converted(_copy(gm), TOLERANCE[torch.float64], on_pass)
     except VerifyError:
@@ -73,21 +77,21 @@ def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphMod
 
 
 def allowed_for(rounding: float) -> float:
-    """The difference in float64 allowed to a model that makes this much of one rounding of its products."""
+    """The difference allowed in float64 to a model whose outputs move by ``rounding`` (`rounding_effect`)."""
     allowed = AMPLIFIED * rounding
     return allowed if TOLERANCE[torch.float64] < allowed < MOST_AMPLIFIED else TOLERANCE[torch.float64]
 
 
 def _proved_by_twin(gm: fx.GraphModule, dtype: torch.dtype, on_pass: OnPass | None) -> fx.GraphModule:
-    """Convert a copy, once its float64 twin has been found equal.
+    """Convert a copy after a copy in float64, the twin, was converted and found equal.
 
-    Rounding alone can exceed the tolerance; in float64 it cannot, so there a difference is a proof. What
-    rounding may then do is measured by what it does to the prepared model, and labels may fall otherwise
-    where two are as good. A model that cannot run in float64, because it makes tensors of a fixed dtype, is
-    checked by a looser bound alone.
+    Rounding in the model's dtype can exceed the tolerance; in float64 it cannot, so a difference there proves
+    an error. The tolerance in the model's own dtype is then the effect of rounding on the prepared model, and
+    labels need not be equal, since rounding decides between equally likely ones. A model that cannot run in
+    float64, because it creates tensors of a fixed dtype, is checked with a looser tolerance alone.
 
     Raises:
-        VerifyError: the float64 twins differ, or rounding spoils the converted model much more.
+        VerifyError: the twins differ, or rounding moves the converted model much more than the prepared one.
     """
     loose = max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
     try:
@@ -120,7 +124,7 @@ def _rounding_of(gm: fx.GraphModule, twin: fx.GraphModule) -> float:
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of its own; results of the last forward, which hooks may have kept, lose their history."""
+    """A deep copy, in which results of the last forward that hooks may have stored are detached."""
     deepcopy = Tensor.__deepcopy__
 
     def without_history(tensor: Tensor, memo: Any) -> Any:
@@ -137,7 +141,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _empty_tables(gm: fx.GraphModule) -> dict[int, Any]:
-    """What deepcopy is told of the dozen empty tables that every module has, and which take it long."""
+    """A memo for deepcopy with the empty tables of all modules, a dozen each, whose copying takes long."""
     tables = [value for module in gm.modules() for value in vars(module).values()]
     empty = [table for table in tables if type(table) is OrderedDict and not table]
     return {id(table): OrderedDict[str, Any]() for table in empty}
@@ -146,10 +150,20 @@ def _empty_tables(gm: fx.GraphModule) -> dict[int, Any]:
 def _converted(
     gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None, labels: bool = True
 ) -> fx.GraphModule:
-    """Convert ``gm``, which is ours to change; ``labels`` as in `Reference`."""
+    """Convert ``gm`` in place and return the plain result.
+
+    Args:
+        gm: a copy of the prepared model.
+        tolerance: the difference allowed, relative to the scale of the output.
+        on_pass: as in `pdp_fx.convert`.
+        labels: as in `Reference`.
+    """
     pruner = gm.get_submodule(CHILD)
     if not isinstance(pruner, Pruner):
-        raise StateError("the model's 'pdp' child is not what prepare has put there")
+        raise StateError(
+            f"the model's child '{CHILD}' is a {type(pruner).__name__}, and not the state that prepare has "
+            "added; prepare the original model again"
+        )
     inputs = None if pruner.example_inputs is None else matching(pruner.example_inputs, gm)
     ctx = Context(pruner.spec, inputs)
     ctx.put(pruner)

@@ -1,6 +1,6 @@
-"""The state of a prepared model: the schedule's counter, the masks, and how targets are fixed.
+"""The pruning state of a prepared model: the schedule's counter, the masks, and the targets.
 
-A `Pruner` is a child module named ``pdp``. Everything that changes while the model trains is a
+A `Pruner` is the child module ``pdp`` that `prepare` adds. Everything that changes during training is a
 buffer of it or of its masks, registered in graph order, so that resuming is ``load_state_dict``.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from pdp_fx.allocation import MacModel
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
-from pdp_fx.checkpoints import other_targets, seal
+from pdp_fx.checkpoints import conflicts, is_seal, seal
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.field_checks import described
 from pdp_fx.granularity import rule_text
@@ -34,22 +34,23 @@ class Pruner(nn.Module):
     Attributes:
         spec: the user's spec.
         counter: how often `step` was called, a 0-dim int64 buffer.
-        seal: a large odd number that stands for the rules of the channels, a 0-dim int64 buffer; averaging it
-            or casting it changes it.
+        seal: a number derived from the channel rules (`checkpoints.seal`), a 0-dim int64 buffer. Averaging or
+            casting the state changes it, which is how `check_unaveraged` notices.
         masks: one mask per masked parameter or channel group, in graph order.
-        layouts: how group masks are laid out along parameters that carry several groups.
-        rules: the rule of each mask.
+        layouts: the modules that lay group masks out along parameters that carry several groups.
+        rules: the rule of each mask, by the mask's name.
         weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
         skipped: what the spec asks for but does not fit, as (name, reason) pairs.
-        computed: parameters for which a computed weight is pruned, with the graph node that gives it;
-            `convert` writes its value into the parameter.
-        channels: the model's channel structure, when it was prepared with example inputs.
-        fingerprint: of the prepared graph module, to tell whether it still has these channels.
-        tables: digests of its buffers of indices.
-        mac_model: multiply-accumulates by kept channels; groups in the order of the channel masks.
-        example_inputs: what the model was traced with; `convert` checks itself on it.
+        computed: for every parameter in whose place a computed weight is pruned, the name of the graph node
+            that computes it; `convert` writes the computed value into the parameter.
+        channels: the model's channel structure; None without example inputs.
+        fingerprint: a digest of the prepared graph module, to tell whether ``channels`` still holds.
+        tables: digests of the graph module's index buffers, by name.
+        mac_model: multiply-accumulates as a function of kept channels, with the groups in the order of the
+            channel masks; None without example inputs.
+        example_inputs: the inputs that the model was traced with, on which `convert` compares outputs.
     """
 
     counter: Tensor
@@ -83,7 +84,7 @@ class Pruner(nn.Module):
             raise SpecError(
                 f"the policy of {rule_text(rule)} gives one mask for several weights; make one for each"
             )
-        # A table of modules has attributes of its own, such as "values".
+        # A ModuleDict refuses keys that are names of its own attributes, such as "values".
         key = free_name(self.masks, re.sub(r"\W+", "_", name.removesuffix(")")))
         self.masks[key] = mask
         self.rules[key] = rule
@@ -95,12 +96,12 @@ class Pruner(nn.Module):
 
     @property
     def share(self) -> float:
-        """The share of the targets that holds now, in [0, 1]."""
+        """The share of the targets that the schedule prunes now, in [0, 1]."""
         return share(self.spec.schedule, int(self.counter))
 
     @property
     def allocated(self) -> bool:
-        """Whether the targets of all masks are fixed; read at once, since a GPU is waited for."""
+        """Whether the targets of all masks are fixed; they are read together, to wait for a GPU only once."""
         targets = [mask.target for _, mask in self.mask_items() if mask.planned]
         return not targets or bool((torch.stack(targets) != UNSET).all())
 
@@ -114,13 +115,13 @@ class Pruner(nn.Module):
         self.update_masks(gm)
 
     def advance_masks(self) -> None:
-        """Set the counts of all masks to what the targets and the counter say."""
+        """Set the counts of all masks by their targets and the counter."""
         share_now = self.share
         for _, mask in self.mask_items():
             mask.advance(share_now)
 
     def update_masks(self, gm: fx.GraphModule) -> None:
-        """Let the policies do what they do once the counts are set; PDP's does nothing."""
+        """Call `MaskPolicy.update` of all policies that define it; PDP's masks do not."""
         pools: dict[tuple[object, ...], list[MaskPolicy]] = {}
         for name, mask in self.mask_items():
             alone = name if self.spec.allocation == "uniform" else None
@@ -133,16 +134,12 @@ class Pruner(nn.Module):
                     update(masks, [tuple(parameters_of(gm, mask)) for mask in masks], now)
 
     def set_seal(self) -> None:
-        """Put the seal on the rules, once all masks are there."""
+        """Set the seal, once all masks have been added."""
         self.seal.fill_(seal(self.rules, self.spec.allocation))
 
-    def is_seal(self, number: Tensor) -> bool:
-        """Whether a number is the seal on these rules, and a whole one."""
-        return number.dtype == torch.int64 and int(number) == seal(self.rules, self.spec.allocation)
-
     def check_unaveraged(self) -> None:
-        """Raise StateError if the seal is broken, or the counts are not those that the counter stands for."""
-        if not self.is_seal(self.seal):
+        """Raise StateError if the seal or a count does not follow from the rules and the counter."""
+        if not is_seal(self.seal, self.rules, self.spec.allocation):
             raise StateError(
                 "the whole numbers of the schedule were averaged, cast to another type or edited; leave them "
                 "out of casts, and give an average the state of the model that it follows, "
@@ -162,10 +159,10 @@ class Pruner(nn.Module):
                 )
 
     def check_policies(self, gm: fx.GraphModule) -> None:
-        """Raise SpecError if a policy of the user's gives layers something that they cannot use."""
+        """Raise SpecError if a policy of the user's returns something that layers cannot use."""
         for _, mask in self.mask_items():
             if not type(mask).__module__.startswith("pdp_fx."):
-                _check_given(mask, parameters_of(gm, mask))
+                _check_results(mask, parameters_of(gm, mask))
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
@@ -177,7 +174,7 @@ class Pruner(nn.Module):
             )
 
     def fix_targets(self, gm: fx.GraphModule) -> None:
-        """Decide how many units of each mask go in the end, from the weights as they are now."""
+        """Set the target of every mask from the present weights."""
         targets = self._plan(gm)
         for name, mask in self.mask_items():
             if name in targets:
@@ -187,31 +184,34 @@ class Pruner(nn.Module):
         return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
 
 
-def _check_given(mask: MaskPolicy, weights: list[Tensor]) -> None:
-    """Call a mask once in each mode and look at what it gives."""
+def _check_results(mask: MaskPolicy, weights: list[Tensor]) -> None:
+    """Call a mask once in each mode and check the shape and dtype of its results."""
     like = weights[0]
     shape = (mask.width,) if isinstance(mask, ChannelPolicy) else tuple(like.shape)
     for training, name in ((True, "soft"), (False, "hard")):
         method = f"{type(mask).__name__}.{name}"
-        try:
-            with preserved(mask), torch.no_grad():
-                given: object = mask.train(training)(*weights)
-        except Exception as err:
+        result = _called(mask, weights, training, method)
+        if not isinstance(result, Tensor):
+            raise SpecError(f"{method} must give a tensor, got {described(result)}")
+        same = result.dtype == like.dtype or (isinstance(mask, ChannelPolicy) and result.is_floating_point())
+        if tuple(result.shape) != shape or not same:
             raise SpecError(
-                f"{method} fails for {mask.parameters_read[0]}: {type(err).__name__}: {err}"
-            ) from err
-        if not isinstance(given, Tensor):
-            raise SpecError(f"{method} must give a tensor, got {described(given)}")
-        same = given.dtype == like.dtype or (isinstance(mask, ChannelPolicy) and given.is_floating_point())
-        if tuple(given.shape) != shape or not same:
-            raise SpecError(
-                f"{method} gives {given.dtype} of shape {tuple(given.shape)} for {mask.parameters_read[0]}; "
-                f"it must give {like.dtype} of shape {shape}"
+                f"{method} gives {result.dtype} of shape {tuple(result.shape)} for "
+                f"{mask.parameters_read[0]}; it must give {like.dtype} of shape {shape}"
             )
 
 
+def _called(mask: MaskPolicy, weights: list[Tensor], training: bool, method: str) -> object:
+    """The result of ``mask`` in one mode; an error in it names ``method``."""
+    try:
+        with preserved(mask), torch.no_grad():
+            return mask.train(training)(*weights)
+    except Exception as err:
+        raise SpecError(f"{method} fails for {mask.parameters_read[0]}: {type(err).__name__}: {err}") from err
+
+
 def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:
-    """How many units the hard mask prunes now: of an N:M mask in every group, of others in all."""
+    """How many units the hard mask prunes now; for an N:M mask, in every group."""
     if mask.planned:
         return mask.pruned_now
     return int(mask.pruned(*parameters_of(gm, mask)).sum())
@@ -240,7 +240,7 @@ def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
     """All prepared graph modules inside ``model``, itself included, with their states.
 
     Raises:
-        StateError: it is no module.
+        StateError: it is not a module.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise StateError(f"the model must be a torch.nn.Module, got {described(model)}")
@@ -255,40 +255,13 @@ def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
 def _refuse_other_targets(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *rest: list[str]
 ) -> None:
-    """Add to the errors of a load_state_dict that the checkpoint was trained for another target."""
+    """A hook of load_state_dict: report as errors what in the checkpoint was trained for other targets."""
     pruner, errors = cast(Pruner, module), rest[-1]
-    keys = {name: f"{prefix}masks.{name}.units" for name in pruner.masks}
-    saved = {name: state[key] for name, key in keys.items() if key in state and not state[key].is_meta}
-    if any(saved[name].shape != mask.units.shape for name, mask in pruner.mask_items() if name in saved):
-        errors.append("the spec has a tau_end and that of the checkpoint has none, or the other way round")
-        return
-    targets = {name: units[0] for name, units in saved.items()}
-    sealed = state.get(f"{prefix}seal")
-    channels = [name for name, mask in pruner.mask_items() if isinstance(mask, ChannelPolicy)]
-    begun = any(int(targets[name]) != UNSET for name in channels if name in targets)
-    if begun and sealed is not None and not pruner.is_seal(sealed):
-        errors.append(
-            "the checkpoint's channels follow other rules, or another allocation, than "
-            f"{_channel_rules(pruner)}; {_WAY_OUT.format(prefix)}"
-        )
-    uniform = pruner.spec.allocation == "uniform"
-    for reason in other_targets(pruner.mask_items(), pruner.rules, uniform, targets):
-        errors.append(f"{reason}; {_WAY_OUT.format(prefix)}")
-
-
-_WAY_OUT = (
-    "prepare with the spec of the checkpoint, or leave out its keys that begin with '{}' to load the weights "
-    "alone"
-)
-
-
-def _channel_rules(pruner: Pruner) -> str:
-    texts = {rule_text(rule): None for rule in pruner.rules.values() if isinstance(rule, Channels)}
-    return ", ".join(texts)
+    errors += conflicts(pruner.mask_items(), pruner.rules, pruner.spec.allocation, state, prefix)
 
 
 def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
-    """A checkpoint without any pruning state is a dense one: it loads, and the state stays as it is."""
+    """A hook of load_state_dict: accept a checkpoint without any pruning state, which is a dense model's."""
     missing: list[str] = incompatible.missing_keys
     own = list(module.state_dict())
     for key in [key for key in missing if key.endswith(f"{CHILD}.counter")]:
@@ -299,7 +272,7 @@ def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
 
 
 def _advance_masks(module: nn.Module, incompatible: Any) -> None:
-    """Bring the counts in line with the targets and the counter, and all that is not saved with the spec."""
+    """A hook of load_state_dict: set the counts by targets and counter, and refill what is not saved."""
     pruner = cast(Pruner, module)
     pruner.set_seal()
     pruner.advance_masks()

@@ -16,7 +16,7 @@ from pdp_fx.tracing.functions import SIZES, name_of, only_looks
 
 
 class RawReads(TorchFunctionMode):
-    """Notes the parameters of layers that functions inside a module are given while none of its layers runs.
+    """Notes the layers' parameters that are passed to functions while a module, and none of its layers, runs.
 
     Args:
         wholes: the modules that are kept whole.

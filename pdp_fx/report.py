@@ -35,15 +35,15 @@ class Row:
     Attributes:
         layer: the module that owns it.
         rule: how it is pruned: unstructured, 2:4, channels, or the empty string.
-        shape: shape of the weight as it is stored.
+        shape: shape of the stored weight.
         weights: number of stored weights.
         left: number of weights that are not 0 under the hard masks; removed channels count as 0.
-        target: share of its units that go in the end, or None while that is open.
-        soft: share of its units with 0.01 < m < 0.99 now, or None without a mask. A weight that makes
-            channels of several groups has the mean of their masks, by the number of its rows.
+        target: share of its units that are pruned at the end of the ramp, or None while that is not fixed.
+        soft: share of its units with 0.01 < m < 0.99 now, or None without a mask. For a weight that produces
+            channels of several groups it is the mean over the groups, weighted by their rows.
         macs: multiply-accumulates of one example when dense; None without example inputs, and for a weight
             inside a module that could only be run as a whole.
-        macs_left: those of the weights that are left.
+        macs_left: multiply-accumulates of one example with the weights that are left, or None like ``macs``.
     """
 
     layer: str
@@ -177,21 +177,32 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
     with torch.no_grad():
         for name in pruner.weights:
             weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
-            left = weight
-            for mask in mine:
-                if not isinstance(mask, ChannelPolicy):
-                    pruned = mask.pruned(*parameters_of(gm, mask))
-                    pruned = from_inputs(pruned, mask.axis) if isinstance(mask, NMPolicy) else pruned
-                    left = torch.where(pruned, torch.zeros_like(weight), left)
-            left = _without(left, name, gone, pruner.channels)
+            left = _without(_hardened(gm, weight, mine), name, gone, pruner.channels)
             facts = [_of_mask(gm, mask, name, weight) for mask in mine]
             rows.append(_row(name, weight, left, pruner.channels, facts))
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
 
+def _hardened(gm: fx.GraphModule, weight: Tensor, masks: Sequence[MaskPolicy]) -> Tensor:
+    """The weight with zeros where masks of single weights prune it."""
+    for mask in masks:
+        if not isinstance(mask, ChannelPolicy):
+            pruned = mask.pruned(*parameters_of(gm, mask))
+            pruned = from_inputs(pruned, mask.axis) if isinstance(mask, NMPolicy) else pruned
+            weight = torch.where(pruned, torch.zeros_like(weight), weight)
+    return weight
+
+
 @dataclass(frozen=True)
 class _Masked:
-    """What one mask does to a weight: its rule, its share in the weight's rows, target and soft share."""
+    """What one mask does to a weight.
+
+    Attributes:
+        rule: as in `Row`.
+        share: the share of the weight's rows that the mask covers.
+        target: as in `Row`.
+        soft: as in `Row`.
+    """
 
     rule: str
     share: float

@@ -1,8 +1,8 @@
-"""tau, the softness of the masks: a number, or one relative to the scale of each layer, which may shrink.
+"""tau, the softness of the masks: absolute or relative to the scale of each layer, constant or changing.
 
-An absolute tau is compared with w^2 - t^2, so what it means depends on how large the weights are. A relative
-one, "rel:c", is c times the mean square of the layer's weights as they are at each step, a constant of the
-step like the threshold. With an end, tau goes from its start to it geometrically while the ramp runs.
+The mask is sigmoid((w^2 - t^2) / tau), so the effect of an absolute tau depends on how large the weights are.
+A relative tau, "rel:c", is c times the mean square of the layer's weights at each step; like the threshold it
+gets no gradient. With an end, tau changes geometrically from its start to this end during the ramp.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Softness:
     """How tau follows from the progress of the ramp and the scale of the layer.
 
     Args:
-        start: tau, or its factor, while nothing is pruned; above 0.
-        end: the same at the full target; above 0. None means that it stays what it is.
-        relative: whether the mean square of the layer's weights is a factor of tau.
-        hard: whether layers compute with hard masks in training, too, and only the gradient is soft.
+        start: tau (or c in "rel:c") while nothing is pruned; above 0.
+        end: the same at the full target; above 0. None keeps it constant.
+        relative: whether tau is multiplied by the mean square of the layer's weights.
+        hard: whether layers compute with hard masks in training mode, too (the spec's ``forward="hard"``).
     """
 
     start: float
@@ -33,7 +33,7 @@ class Softness:
 
     @classmethod
     def parse(cls, tau: float | str, end: float | None) -> Self:
-        """What a spec's ``tau`` and ``tau_end`` say.
+        """The softness that a spec's ``tau`` and ``tau_end`` describe.
 
         Raises:
             SpecError: one of them is not a number above 0, or a text is not of the form "rel:0.1".
@@ -47,11 +47,11 @@ class Softness:
 
     @property
     def constant(self) -> bool:
-        """Whether tau is one number for the whole training."""
+        """Whether tau is one number for all layers and the whole training."""
         return self.end is None and not self.relative
 
     def at(self, share: float) -> float:
-        """The number that holds when ``share`` of the target, from 0 to 1, is pruned."""
+        """Tau (or c in "rel:c") when ``share`` of the target, from 0 to 1, is pruned."""
         return self.start if self.end is None else self.start * (self.end / self.start) ** share
 
     def __str__(self) -> str:

@@ -1,7 +1,8 @@
-"""What to prune, how much, and when: the one object a user writes.
+"""What to prune, how much, and when: `PruneSpec`, the one object that a user writes.
 
-Every part is a frozen, hashable dataclass that checks itself when it is built, so that an impossible spec
-costs no training time. A spec goes to a dict, to TOML and back without loss.
+Every part is a frozen, hashable dataclass that checks its values when it is built, so that an impossible spec
+fails before any training. A spec can be written to a dict or to TOML and read back without loss. The rules
+are in `granularity`, the overrides in `overrides`, the reading and writing in `spec_text`.
 """
 
 from collections.abc import Mapping
@@ -53,21 +54,23 @@ class PruneSpec:
             over types, types over the default.
         schedule: when the target is reached.
         tau: softness of the masks in squared units of the weights, m = sigmoid((w^2 - t^2) / tau), above 0
-            (paper, section 3.1). "rel:c" is c times the mean square of each layer's weights (of a group's
-            channel scores) at every step: it means the same at every scale.
+            (paper, section 3.1). "rel:c" stands for c times the mean square of the layer's weights (of a
+            group's channel scores) at each step, so that it does not depend on the scale of the weights.
         allocation: "global" lets the magnitudes of all layers together decide how much of each is pruned, as
             the paper does; "uniform" gives each layer its rule's ratio.
         min_keep: under global allocation no layer keeps less than this share of what uniform allocation would
             keep, from 0 (the paper's unguarded ranking) to 1 (uniform).
-        tau_end: what the number in tau has become, geometrically, when the target is reached; None keeps it.
-        forward: what layers compute with in training mode: "soft", w m as in the paper (equation 1), or
-            "hard", the weights of eval mode, with the gradient going straight through to all of them, those
-            that are 0 included (Bengio et al., 2013, arXiv:1308.3432); that of channels then goes through
-            the soft mask of their scores. It is what soft masks come to as tau grows, but for a factor.
-        pruned_decay: lambda in 1/2 lambda |w|^2 over the weights that the masks prune now, which
-            `pdp_fx.penalty` gives for the loss; 0 or more. Beside ``forward="hard"``, where pruned weights
-            keep moving, it keeps the masks from changing back and forth (SR-STE, Zhou et al., 2021,
-            arXiv:2102.04010, takes 2e-4). Channels have none.
+        tau_end: the number in tau when the target is reached; tau changes geometrically from its start to
+            this end during the ramp. None keeps it constant.
+        forward: what layers compute with in training mode. "soft" is w m, as in the paper (equation 1).
+            "hard" is the weights of eval mode, with a straight-through gradient to all weights, including
+            the pruned ones (Bengio et al., 2013, arXiv:1308.3432); for channels the gradient is that of the
+            soft mask of their scores. As tau grows, the gradient of "soft" tends to that of "hard", up to a
+            constant factor.
+        pruned_decay: lambda in the term 1/2 lambda |w|^2 over the weights that are pruned now, which
+            `pdp_fx.penalty` returns for the loss; 0 or more. With ``forward="hard"`` pruned weights keep
+            moving, and this term keeps the masks from flipping back and forth (SR-STE, Zhou et al., 2021,
+            arXiv:2102.04010, uses 2e-4). It does not apply to channels.
 
     Raises:
         SpecError: a value is impossible or of the wrong type, a key is given twice, or nothing is pruned.
@@ -116,7 +119,7 @@ class PruneSpec:
 
     @property
     def softness(self) -> Softness:
-        """What `tau`, `tau_end` and `forward` say together."""
+        """`tau`, `tau_end` and `forward` as one value."""
         return replace(Softness.parse(self.tau, self.tau_end), hard=self.forward == "hard")
 
     def rule_for(self, name: str, module: nn.Module | type[nn.Module]) -> Rule | None:
@@ -127,12 +130,12 @@ class PruneSpec:
 
     @property
     def through_norms(self) -> bool:
-        """Whether any rule lets residual streams go that LayerNorm, RMSNorm or a mean runs over."""
+        """Whether any rule prunes residual streams that LayerNorm, RMSNorm or a mean runs over."""
         rules = [self.default, *(rule for _, rule in self.overrides)]
         return any(isinstance(rule, Channels) and rule.through_norms for rule in rules)
 
     def check_matches(self, modules: Mapping[str, nn.Module]) -> None:
-        """Check that every override matches one of a model's modules at least, given by name.
+        """Check that every override matches at least one of a model's modules, which are given by name.
 
         Raises:
             SpecError: some keys match nothing; the message lists them with the names that come close.
@@ -163,7 +166,7 @@ class PruneSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """The spec that `to_dict` wrote; "skip" may stand for None. A key "type:..." imports its class.
+        """Read the spec that `to_dict` wrote; "skip" may stand for None. A key "type:..." imports its class.
 
         Raises:
             SpecError: a key is unknown or missing, or a value is impossible; the message names the key.
@@ -202,7 +205,7 @@ class PruneSpec:
         """The spec in a .toml or .json file in UTF-8.
 
         Raises:
-            SpecError: the file has another ending, or its text is no spec; the message names the file.
+            SpecError: the file has another suffix, or its text is not a spec; the message names the file.
             OSError: the file cannot be read.
         """
         readers = {".toml": parse_toml, ".json": parse_json}

@@ -1,6 +1,6 @@
 """Specs as plain values and as text: dataclasses to dicts and back with strict keys, and a small TOML writer.
 
-Plain values are dicts, strings, ints, floats and None, as JSON has them. TOML has no None and writes "skip".
+Plain values are dicts, strings, ints, floats and None, as in JSON. For None, which TOML lacks, it is "skip".
 """
 
 import json
@@ -27,7 +27,7 @@ _RULES: dict[str, type[Rule]] = {"unstructured": Unstructured, "nm": NM, "channe
 
 
 def fields_to_plain(instance: Rule | Schedule) -> dict[str, Plain]:
-    """The fields that hold a value, by name; a policy by its import path.
+    """The fields that are not None, by name, with a policy as its import path.
 
     Raises:
         SpecError: a policy cannot be imported by its name.
@@ -102,7 +102,7 @@ def to_toml(values: Mapping[str, Plain]) -> str:
 
 
 def parse_toml(text: str) -> dict[str, object]:
-    """The table a TOML text holds; `SpecError` with the parser's line and column if it is no TOML."""
+    """The table in a TOML text; `SpecError` with the parser's line and column if the text is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as err:
@@ -110,7 +110,7 @@ def parse_toml(text: str) -> dict[str, object]:
 
 
 def parse_json(text: str) -> object:
-    """The value a JSON text holds; `SpecError` if it is no JSON or gives one key twice."""
+    """The value in a JSON text; `SpecError` if the text is not JSON or has a key twice."""
     try:
         return cast(object, json.loads(text, object_pairs_hook=_without_duplicates))
     except json.JSONDecodeError as err:

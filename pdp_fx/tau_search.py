@@ -1,4 +1,4 @@
-"""A search for tau: the paper suggests a binary search, since its accuracy over tau is a concave curve."""
+"""A search for tau; the paper suggests a binary search, since accuracy is a concave function of tau."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,13 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 def find_tau(
     score: Callable[[float], float], low: float = 1e-6, high: float = 1e-2, trials: int = 7
 ) -> float:
-    """Return the tau of the best score among a few trials, by a golden-section search over its logarithm.
+    """Return the tau with the best score among a few trials, by a golden-section search over its logarithm.
 
     Args:
-        score: trains with a tau, usually for short, and returns what it reached; more is better, and NaN,
-            as of a training that has diverged, is worse than any number.
-        low: the least tau that is thought of, above 0.
-        high: the greatest one.
+        score: trains with a tau, usually for a short time, and returns a score; higher is better, and NaN, as
+            of a training that has diverged, is worse than any number.
+        low: the smallest tau to consider, above 0.
+        high: the largest tau to consider.
         trials: how often `score` is called, 2 or more; seven leave 6 % of the range, on its log scale.
 
     Raises:

@@ -1,9 +1,10 @@
-"""From a model to a graph that shares its parameters.
+"""`trace`: from a model to a graph module that shares its parameters.
 
 Without example inputs the graph comes from `torch.fx` symbolic tracing, which sees no values; with them it
-comes from recording what the model really does. Both look at the model in eval mode and in training mode, and
-write one graph that follows `.train()` and `.eval()`. With example inputs the graph is then run in both
-modes, and has to give what the model gives, bit for bit.
+comes from recording what the model does in a run. Either way the model is traced in eval mode and in training
+mode, and the two traces are merged into one graph that follows `.train()` and `.eval()`. With example inputs
+the graph is then run in both modes, and its outputs must equal the model's bit for bit. The parts of the
+tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which order.
 """
 
 import logging
@@ -58,8 +59,8 @@ def trace(
         model: any module; it is not modified.
         example_inputs: one tensor, a tuple of positional arguments or a dict of keyword arguments. Without
             them, only models whose control flow does not depend on tensors can be traced.
-        watch: makes the run of the graph in eval mode by which it is checked, and may look at what happens;
-            called with the graph module and the call to make, returns what the graph gave.
+        watch: replaces the run in eval mode by which the graph is checked; called with the graph module and
+            the example call, it runs the graph, may observe the run, and returns the graph's output.
 
     Returns:
         A graph module with the parameters, buffers, layers, names and training flags of the model. Each
@@ -106,7 +107,7 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
 def _trace_until_nothing_lasts(
     model: nn.Module, example: ExampleCall, watch: Runner | None
 ) -> fx.GraphModule:
-    """Trace until all is kept whole that keeps something for its next call."""
+    """Trace again until every module that keeps state for its next call outside its buffers is kept whole."""
     lasting: dict[Whole, str] = {}
     while True:
         findings = Findings(lasting=lasting)
@@ -127,10 +128,9 @@ def _trace_until_nothing_lasts(
 def _traced(
     model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
 ) -> fx.GraphModule:
-    """Trace; where that fails, with less that is alive.
+    """Trace; if that fails, trace again with fewer numbers that remember how they were computed.
 
-    Code may ask whether a type is int itself, and Python may make a plain number of a size that depends on
-    data.
+    Such a number fails where code asks whether a type is exactly int, or where Python needs a plain number.
     """
     try:
         return _trace_by_recording(model, example, findings, watch)
@@ -144,10 +144,11 @@ def _traced(
 def _for_other_batches(
     gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
 ) -> fx.GraphModule:
-    """The graph, if it holds for another batch size, or one that does, or one that is held to the example's.
+    """A graph that is right for other batch sizes, if there is one; else one that refuses them.
 
-    A size may have gone through code that makes a plain number of it. And in a batch of one an axis may have
-    the size of another by chance, and a model that compares them may go another way because of it.
+    A graph may be wrong for another batch size because a size has become a plain number unseen, or because in
+    a batch of one two sizes are equal by chance and the model compares them. The given graph is tried first,
+    then one that is traced on another batch size.
     """
     if not findings.sizes.compared and _acts_alike(gm, model, example, findings):
         return gm
@@ -160,23 +161,34 @@ def _for_other_batches(
     if not problem or waive(gm, model, other, wanted):
         _waive_on_one(gm, model, example)
         return gm
-    try:
-        general = _traced(model, other, findings.anew(Sizes(held=findings.sizes.held)), None)
-        modes = {training: reference(model, example, training) for training in MODES}
-        if not problem_of(general, model, example, modes, None) or waive(general, model, example, modes):
-            _waive_on_one(general, model, example)
-            if watch is not None:
-                gives_when_watched(general, model, example, modes[False], watch)
-            return general
-    except TraceError as err:
-        _log.info("not traced on another batch: %s", err)
+    general = _from_other_batch(model, example, other, findings, watch)
+    if general is not None:
+        return general
     _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
     sizes = Sizes(batch=example.batch, held=findings.sizes.held)
     return _traced(model, example, findings.anew(sizes), watch)
 
 
+def _from_other_batch(
+    model: nn.Module, example: ExampleCall, other: ExampleCall, findings: Findings, watch: Runner | None
+) -> fx.GraphModule | None:
+    """The graph of the model traced on ``other``, if it is right for ``example``, too; else None."""
+    try:
+        gm = _traced(model, other, findings.anew(Sizes(held=findings.sizes.held)), None)
+        wanted = {training: reference(model, example, training) for training in MODES}
+        if problem_of(gm, model, example, wanted, None) and not waive(gm, model, example, wanted):
+            return None
+        _waive_on_one(gm, model, example)
+        if watch is not None:
+            gives_when_watched(gm, model, example, wanted[False], watch)
+        return gm
+    except TraceError as err:
+        _log.info("not traced on another batch: %s", err)
+        return None
+
+
 def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
-    """Let a graph that was traced on several examples take one, if it is right there."""
+    """Let a graph that was traced on several examples accept a single one, if it is right for that."""
     first = example.first()
     wanted = None if first is None else given_by(model, first)
     if first is not None and wanted is not None:
@@ -184,7 +196,7 @@ def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
 
 def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
-    """Whether the graph gives in eval mode, with another batch size, the same for the first examples."""
+    """Whether the graph gives the same results, in eval mode, for the first examples of another batch."""
     recording, other = findings.recording(False), next(example.others(), None)
     if other is None:
         return True
@@ -205,9 +217,9 @@ def without_shape(model: nn.Module) -> str | None:
 
 
 def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
-    """Refuse tensors without memory of their own, by which a recording tells them apart, and no example.
+    """Refuse what a recording cannot handle: NumPy arrays, nested or sparse tensors, and empty examples.
 
-    Numbers in a NumPy array would be those of the example for good.
+    A recording identifies tensors by their memory, and the numbers in a NumPy array would become constants.
     """
     if next(arrays((example.args, example.kwargs)), None) is not None:
         raise TraceError("there is a NumPy array in the example inputs; give it as a tensor")
@@ -256,7 +268,7 @@ def _trace_by_recording(
 
 
 def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
-    """Record both modes; if that fails because the model itself does, say so."""
+    """Record both modes; if the model itself fails in training mode, raise that error instead."""
     try:
         recordings = record_both(model, example, findings)
         all_is_written()
@@ -274,10 +286,9 @@ def _trace_as_compiled(
     direct: Recordings | None,
     watch: Runner | None,
 ) -> fx.GraphModule:
-    """Trace a model that looks at values unless it is being compiled.
+    """Trace a model that asks `torch.compiler.is_compiling()` and does not look at values if that is True.
 
-    The graph is exactly what the model does under `torch.compiler.is_compiling()`, and gives what it does
-    otherwise up to rounding.
+    The graph is exact for the model under `is_compiling()`, and equals the model otherwise up to rounding.
     """
     with compiling(True):
         compiled = reference(model, example, training=False)
@@ -290,7 +301,7 @@ def _trace_as_compiled(
 
 
 def _accept(size: list[int]) -> None:
-    """Take any size; in the place of the check by which BatchNorm refuses a single value per channel.
+    """Accept any size, in the place of the check by which BatchNorm refuses a single value per channel.
 
-    One example is enough to see what a model does in training mode.
+    A single example is enough to record training mode.
     """

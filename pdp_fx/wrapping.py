@@ -1,4 +1,7 @@
-"""What wraps a model: a graph would leave it out, and convert would lose what it computes."""
+"""Wrappers around models, which `prepare` refuses, as `convert` does if they compute anything themselves.
+
+A graph of a wrapped model would leave the wrapper out, and `convert` would lose what it computes.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.structure import tensors
 
 RUNNERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
-"""Classes of torch that run a model on several devices or compiled; by name, for some take long to import."""
+"""Classes of torch that run a model on several devices or compiled; by name, since importing some is slow."""
 
 _WRAPPERS = (*RUNNERS, "AveragedModel", "Sequential")
 """Classes of torch that compute what their only child computes."""
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse what wraps a model to run it otherwise, which a graph would leave out without a word.
+    """Refuse a model inside a torch wrapper such as DistributedDataParallel: its graph would leave it out.
 
     Raises:
         StateError: the model is or holds such a wrapper.
@@ -36,10 +39,10 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule, inputs: Inputs | None) -> None:
-    """Refuse what computes more than the prepared model in it, for convert would lose that.
+    """Refuse a wrapper that computes more than the prepared model in it, which convert would lose.
 
-    A wrapper has one child and nothing else of its own. One that is not torch's, and hooks on the prepared
-    model, must leave its outputs on the example inputs as they are.
+    A wrapper may have one child and, unless it is torch's, no tensors of its own. A wrapper that is not
+    torch's, and hooks on the prepared model, must not change the outputs on the example inputs.
 
     Raises:
         StateError: it computes more, as far as this shows.
@@ -61,7 +64,7 @@ def refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule, inputs: Input
 
 
 def _given(call: Callable[..., Any], gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...] | None:
-    """What something around ``gm`` gives on its example inputs, or None if it does not take them."""
+    """The tensors that ``call``, around ``gm``, returns on the example inputs; None if it fails on them."""
     args, kwargs = fresh(inputs)
     try:
         with trial(gm):

@@ -132,7 +132,7 @@ class SharedSums(nn.Module):
 @pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4)])
 def test_weights_that_are_parts_of_others_are_refused_with_the_reason(rule: Rule) -> None:
     with pytest.raises(
-        SpecError, match=r"one: a zero in it is no zero of the weight that %add \(test_computed"
+        SpecError, match=r"one: a zero in it makes no zero in the weight that %add \(test_computed"
     ):
         pdp_fx.prepare(SharedSums(), PruneSpec(rule), torch.randn(2, 6))
 

@@ -1,8 +1,8 @@
 """Tensors that share memory: which labels they have after one of them was written to.
 
-What is written to a part of a tensor belongs to the channels that the part belongs to, so the two are tied
-and the whole keeps its labels. Where that cannot be said, nothing is lost as long as nobody reads the whole
-again; if somebody does, all that was in it and all that was written stays.
+What is written to a part of a tensor becomes part of the channels there, so its labels are tied to those of
+the part, and the whole tensor keeps its labels. If the part cannot be told, the labels of the whole are
+frozen, together with those that were written, but only if the whole is read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OVERWRITTEN = (
 """Why what shares memory stays, and what would change it."""
 
 Lost = tuple[list[Tensor], Reason]
-"""Labels that have to stay if a tensor is read again, and why."""
+"""Labels that must be frozen if a tensor is read again, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Write:
     """A tensor that is written to, and what shares memory with it.
 
     Attributes:
-        target: the tensor.
-        layers: its labels from before.
-        aliases: tensors that the write may change.
-        sources: everything that the call was given.
+        target: the tensor that is written to.
+        layers: its label layers before the write.
+        aliases: the tensors that the write may change.
+        sources: all tensor arguments of the call.
     """
 
     target: Tensor
@@ -46,27 +46,27 @@ class Write:
 
 
 class Aliases:
-    """The labelled tensors by the memory they lie in, and what was lost of each."""
+    """The labelled tensors by the memory they lie in, and the labels to freeze if they are read."""
 
     def __init__(self) -> None:
         self._sharing: dict[int, list[TensorWeakRef]] = {}
         self._outdated = WeakTensorKeyDictionary()
 
     def add(self, tensor: Tensor) -> None:
-        """A tensor has labels from now on."""
+        """Note that a tensor has labels."""
         storage = tensor.untyped_storage()._cdata
         self._sharing.setdefault(storage, []).append(TensorWeakRef(tensor))
 
     def lost(self, tensor: Tensor) -> Sequence[Lost]:
-        """What is lost because ``tensor`` is read now; it is told once."""
+        """The labels to freeze because ``tensor`` is read now; they are returned once."""
         return self._outdated.pop(tensor, None) or ()
 
     def lose(self, tensor: Tensor, ids: list[Tensor], reason: Reason) -> None:
-        """Note labels that have to stay if ``tensor`` is read again."""
+        """Note labels to freeze if ``tensor`` is read again."""
         self._outdated[tensor] = (*(self._outdated.get(tensor) or ()), (ids, reason))
 
     def writes(self, call: Call, layers: Callable[[Tensor], tuple[Layer, ...]]) -> Iterator[Write]:
-        """What a call writes to in place that shares memory with other labelled tensors."""
+        """The in-place writes of a call to memory that other labelled tensors share."""
         for written in written_by(call):
             sharing = [ref() for ref in self._sharing.get(written.untyped_storage()._cdata, ())]
             known = [tensor for tensor in sharing if tensor is not None and tensor is not written]
@@ -83,7 +83,7 @@ def written_by(call: Call) -> Iterator[Tensor]:
 
 
 def overlapping(written: Tensor, others: list[Tensor]) -> list[Tensor]:
-    """Those of ``others`` that writing to ``written`` may change; all are strided and in one storage."""
+    """The tensors of ``others`` that a write to ``written`` may change; all are strided, in one storage."""
     if not others:
         return []
     size = written.untyped_storage().nbytes() // written.element_size()
@@ -98,12 +98,12 @@ def overlapping(written: Tensor, others: list[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Followed:
-    """A layer of a tensor that goes on to hold although a part of the tensor was written to.
+    """A layer of a tensor that stays valid although a part of the tensor was written to.
 
     Attributes:
-        layer: what it was.
-        part: the layer of the part with the same labels.
-        now: the layer of what was written; its labels have to be tied to those of the part.
+        layer: the layer of the whole tensor before the write.
+        part: the layer of the written part before the write, with the same labels.
+        now: the layer of what was written; its labels have to be tied to those of ``part``.
     """
 
     layer: Layer
@@ -111,7 +111,7 @@ class Followed:
     now: Layer
 
     def result(self) -> Layer:
-        """What the layer is now: zero where it was and nothing else was written."""
+        """The layer after the write: zero only where it was zero and what was written is zero."""
         shape = torch.broadcast_shapes(self.part.ids.shape, self.now.zero.shape)
         spoilt = self.part.ids.expand(shape)[~self.now.zero.expand(shape)]
         zero = self.layer.zero & ~torch.isin(self.layer.ids, spoilt)
@@ -121,16 +121,16 @@ class Followed:
 def follow(
     write: Write, alias: Tensor, before: tuple[Layer, ...], after: tuple[Layer, ...]
 ) -> tuple[list[Followed], list[Tensor]]:
-    """What becomes of the labels of a tensor when a part of it was written to.
+    """What happens to the labels of a tensor when memory that it shares was written to.
 
     Args:
-        write: what was written to.
+        write: the write.
         alias: the tensor.
-        before: its layers.
-        after: the layers of what was written to, now.
+        before: its layers before the write.
+        after: the layers of ``write.target`` after it.
 
     Returns:
-        The layers that hold, and the labels that have to stay if the tensor is read.
+        The layers of ``alias`` that stay valid, and the labels to freeze if it is read.
     """
     followed: list[Followed] = []
     for layer in before if alias.element_size() == write.target.element_size() else ():
@@ -144,7 +144,7 @@ def follow(
 
 
 def _agree(one: Tensor, ids: Tensor, other: Tensor, other_ids: Tensor) -> bool:
-    """Whether two tensors have the same labels where they share memory; not if one was laid out anew."""
+    """Whether two tensors have the same labels where they share memory; False if one was reshaped since."""
     if ids.ndim != one.ndim or torch.broadcast_shapes(ids.shape, one.shape) != one.shape:
         return False
     size = one.untyped_storage().nbytes() // one.element_size()
@@ -155,5 +155,5 @@ def _agree(one: Tensor, ids: Tensor, other: Tensor, other_ids: Tensor) -> bool:
 
 
 def _laid(memory: Tensor, like: Tensor) -> Tensor:
-    """A stand-in for the memory of a tensor, in its shape."""
+    """A view of ``memory``, which stands in for the storage of ``like``, with the strides of ``like``."""
     return memory.as_strided(like.shape, like.stride(), like.storage_offset())

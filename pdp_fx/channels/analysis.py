@@ -1,8 +1,8 @@
 """Finding the channel groups of a traced graph.
 
-`analyse` runs the graph once with labels (`flow`), solves the ties, and returns a `ChannelMap`:
-which channels go together, which must stay and why, and where masks have to sit so that a dropped
-channel is exactly 0 wherever it is read.
+`analyse` runs the graph once with labels (`observe`), solves the ties (`structure`), and returns a
+`ChannelMap`: which channels go together, which must stay and why, and where masks are needed so that a
+dropped channel is exactly 0 wherever it is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pdp_fx.channels import (
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.grouping import Make, Stay, collect_groups, distinct
-from pdp_fx.channels.labels import Layer, Reason, Slot
+from pdp_fx.channels.labels import Layer, Reason, Slot, origins
 from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn, stored
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
@@ -60,7 +60,7 @@ RULE_MODULES = (
     rules_slices,
     rules_weights,
 )
-"""Imported so that their rules are registered."""
+"""The rule files; importing them registers their rules."""
 
 RETURNED = "the model returns these channels"
 UNUSED = "the model cuts these rows off and never uses them"
@@ -80,14 +80,14 @@ def analyse(
         inputs: positional and keyword arguments.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         through_norms: whether residual streams that LayerNorm, RMSNorm or a mean runs over may go.
-        stand_ins: computed weights that can stand for parameters.
+        stand_ins: computed weights that can be pruned in the place of parameters.
     """
     observed = observe(gm, inputs, out_of_reach, stand_ins=stand_ins)
     return structure(observed.record, gm, inputs, through_norms)
 
 
 def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms: bool) -> ChannelMap:
-    """The channel structure, from what a run of ``gm`` on ``inputs`` has shown."""
+    """The channel structure, from the record of a run of ``gm`` on ``inputs``."""
     given = next(tensors(place_arguments(gm, inputs)), None)
     batch = given.shape[0] if given is not None and given.ndim else 1
     return _solve(record, batch, None if through_norms else gm.graph)
@@ -95,7 +95,7 @@ def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the labels have met in a run, and what the run gave."""
+    """The record of a run with labels, and the run's output."""
 
     record: Record
     output: Any
@@ -108,14 +108,15 @@ def observe(
     grouped: frozenset[str] = frozenset(),
     stand_ins: Iterable[StandIn] = (),
 ) -> Observed:
-    """Run ``gm`` on ``inputs`` once, in eval mode, and see what its labels meet.
+    """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
 
     Args:
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
-        grouped: weights of grouped convolutions, also where each group has a single channel left.
-        stand_ins: computed weights that can stand for parameters.
+        grouped: weights that are known to belong to grouped convolutions. With one channel left in each group
+            they could not be told from depthwise ones.
+        stand_ins: computed weights that can be pruned in the place of parameters.
     """
     flow = LabelFlow(gm, out_of_reach, rule_of)
     flow.record.grouped |= grouped
@@ -144,7 +145,7 @@ def observe(
 
 
 def _keep_returned(flow: LabelFlow, result: Any) -> None:
-    """The channels that the model returns stay; of a dict or a record the reason names the part."""
+    """Freeze the channels that the model returns; for a dict or a record the reason names the part."""
     parts = [(key, list(tensors(part))) for _, key, part in children(result) if has_tensors(part)]
     if len(parts) < 2 or not all(isinstance(key, str) for key, _ in parts):
         flow.freeze_all(list(tensors(result)), RETURNED)
@@ -155,13 +156,13 @@ def _keep_returned(flow: LabelFlow, result: Any) -> None:
 
 
 def _is_over_several(node: fx.Node, flow: LabelFlow) -> bool:
-    """Whether a function normalises over several axes at once; it takes no mask of one of them."""
+    """Whether a norm function runs over several axes at once; then it cannot take a mask of one of them."""
     over: Any = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
     return len(flow.record.numbers.get(over.name, (0, 0)) if isinstance(over, fx.Node) else over) > 1
 
 
 def _settle_norm(flow: LabelFlow, result: Any) -> None:
-    """A norm that is given a mask multiplies by it: what it gives is 0 where a channel is dropped."""
+    """Note that a norm with masked statistics multiplies by the mask, so that dropped channels are 0."""
     known: dict[int, set[int]] = {}
     for site in flow.norms_here():
         known.setdefault(site.axis, set()).update(site.ids.tolist())
@@ -169,7 +170,7 @@ def _settle_norm(flow: LabelFlow, result: Any) -> None:
         return
 
     def settled(layer: Layer) -> Layer:
-        # The same labels may lie along another axis, too, as in a product of channels with themselves.
+        # The same labels may also lie along another axis, as in a product of channels with themselves.
         axis = min(layer.support) if len(layer.support) == 1 else -1
         whole = set(layer.ids.reshape(-1).tolist()) <= known.get(axis, set())
         return Layer(layer.ids, torch.ones_like(layer.zero)) if whole else layer
@@ -186,7 +187,7 @@ def rule_of(call: Call) -> Rule:
 
 
 def _unknown(call: Call, flow: LabelFlow) -> None:
-    """Nothing unknown is followed: whatever goes in stays."""
+    """The rule for operations without a rule: freeze all labels that go in."""
     why = f"no channel rule for {call.func.overloadpacket.__name__}"
     flow.freeze_all(call.tensors(), why)
     flow.lose_rows(call)
@@ -196,7 +197,13 @@ def _unknown(call: Call, flow: LabelFlow) -> None:
 
 
 def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
-    """Turn what the run has collected into classes and groups; in ``gated`` residual streams stay."""
+    """Turn the record of a run into classes and groups.
+
+    Args:
+        record: the record.
+        batch: the batch size of the run.
+        gated: the graph, if residual streams that norms run over must stay; None if they may go.
+    """
     classes = make_rectangular(record.grids, record.ties)
     for ids, axis, reason in record.counted:
         grid = classes[ids.numpy()]
@@ -220,7 +227,7 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
         met=met,
         stays=distinct(np.concatenate([np.empty(0, dtype=np.int64), *(kept for kept, _ in stays)])),
         grouped=frozenset(record.grouped),
-        masked=_masked(record.demands),
+        masked=frozenset(origins(*record.demands)),
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),
         shapes=record.shapes,
@@ -237,7 +244,7 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
 def _makes(
     record: Record, slots: dict[Slot, np.ndarray], classes: np.ndarray
 ) -> tuple[list[Make], list[Stay]]:
-    """Which weight axes make which classes; and what is cut off a weight before its use, which stays."""
+    """Which weight axes make which classes, and the rows cut off a weight before its use, which must stay."""
     made, carried = np.zeros(len(classes), dtype=bool), np.zeros(len(classes), dtype=bool)
     makes: list[Make] = []
     for production in _productions(record):
@@ -257,24 +264,7 @@ def _makes(
 
 
 def _productions(record: Record) -> list[Production]:
-    """What makes channels of data: not what is only a part of a computed weight."""
+    """The productions of channels of data, without those that only make up a computed weight."""
     outer = {made.slot for made in record.producers if not made.inner}
     inner = record.weighing - outer
     return [made for made in record.producers if not made.inner or made.slot not in inner]
-
-
-def _masked(demands: list[Layer]) -> frozenset[Slot]:
-    """Follow what must be 0 back to the parameter axes that make it so."""
-    found: set[Slot] = set()
-    seen: set[int] = set()
-    todo = list(demands)
-    while todo:
-        layer = todo.pop()
-        if id(layer) in seen:
-            continue
-        seen.add(id(layer))
-        if layer.slot is not None:
-            found.add(layer.slot)
-        else:
-            todo.extend(layer.needs)
-    return frozenset(found)

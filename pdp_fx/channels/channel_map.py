@@ -1,4 +1,4 @@
-"""The channel structure of a graph: what an analysis returns."""
+"""`ChannelMap`, the channel structure of a graph: the result of the analysis, read by passes and reports."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ChannelGroup:
     Attributes:
         name: the module that produces them first, numbered where it produces several groups.
         classes: the class of each channel, shape (width,), in the order of the first producer.
-        producers: the weight axes that make these channels.
+        producers: the weight axes that produce these channels.
         members: every parameter and buffer axis that carries some of them.
-        reasons: why channels of this group must stay; empty when all can be removed.
-        parts: places of channels that are cut apart from the others; one of each part has to stay.
+        reasons: why the channels must stay; empty if they can be removed.
+        parts: the positions of channels that are split off or picked out; one channel of each part must stay.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ChannelGroup:
         return len(self.classes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelGroup:
-        """Nothing in a group ever changes, so a copied model shares it."""
+        """A group never changes, so a copied model shares it."""
         return self
 
 
@@ -53,20 +53,20 @@ class ChannelMap:
         frozen: groups whose channels stay, each with its reasons.
         slots: the class of every index of every parameter and buffer axis.
         ids: the label of every index of every parameter and buffer axis.
-        met: for every label whether an operation brings it together with another.
+        met: for every label whether its elements meet those of another label in an operation.
         stays: the classes that must stay.
         grouped: weights of grouped convolutions that are not depthwise.
         masked: the parameter axes that must be masked so that dropped channels are 0.
         norms: nodes that normalise over channels, to be given masks.
         contractions: where weights are multiplied, for counting.
         shapes: the shape of every parameter and buffer.
-        values: the tensors that each node gave.
-        resized: the nodes whose sizes must be written anew when channels go.
-        numbers: the numbers that nodes gave.
-        taint: per number node, the labels whose count it depends on.
+        values: the shapes and labels of the tensors that each node returned.
+        resized: the nodes whose sizes must be updated when channels are removed.
+        numbers: the numbers that nodes returned.
+        taint: for every node that returned numbers, the labels whose count they depend on.
         batch: the size of the first axis of the first input tensor.
         classes: the class of every label.
-        stand_ins: the computed weights that stand for parameters, by the parameter.
+        stand_ins: the computed weights that stand for parameters, by the parameter's name.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -89,13 +89,13 @@ class ChannelMap:
     stand_ins: dict[str, StandIn]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:
-        """Nothing in a map ever changes, so a copied model shares it."""
+        """A map never changes, so a copied model shares it."""
         return self
 
     def abridged(self, gm: fx.GraphModule) -> ChannelMap:
-        """The map without the values of nodes, except for those that a resized node reads or gives.
+        """The map without the values of nodes, except those that a resized node reads or returns.
 
-        In ``gm`` a mask may lie between a node and the parameter that it reads; it goes with the masks.
+        In ``gm`` a mask may lie between a node and the parameter that it reads, so all parameters are kept.
         """
         nodes = {node.name: node for node in gm.graph.nodes}
         wanted = list(gm.graph.find_nodes(op="get_attr"))
@@ -107,11 +107,11 @@ class ChannelMap:
         return replace(self, values=bare)
 
     def given(self, node: fx.Node) -> tuple[Labelled, ...] | None:
-        """The tensors that a node gave, or None if this map does not know the node."""
+        """The tensors that a node returned, or None if this map does not know the node."""
         return self.values.get(_key(node), self.values.get(node.name))
 
     def covers(self, gm: fx.GraphModule) -> bool:
-        """Whether all that resized nodes read is known, although passes may have put new nodes there."""
+        """Whether all inputs of resized nodes are known, although passes may have inserted nodes."""
         resized = frozenset(self.resized)
         read = {source for node in gm.graph.nodes if node.name in resized for source in node.all_input_nodes}
         return all(self.given(source) is not None for source in read)
@@ -133,10 +133,13 @@ class ChannelMap:
                 others = tuple(other for other in range(grid.ndim) if other != axis)
                 stays[axis] = np.asarray(grid.any(axis=others))
             if int(grid.sum()) != int(np.prod([stays[axis].sum() for axis in layer.support])):
-                raise PassError("the channels that stay do not form a rectangle")
+                raise PassError(
+                    f"the channels that stay in a tensor of shape {value.shape} do not form a rectangle; "
+                    "this is a bug of this package"
+                )
         return Kept(value, stays)
 
 
 def _key(node: fx.Node) -> str:
-    """The name of a node; a parameter is the same whichever node reads it."""
+    """The key of a node in `values`: its name, or for a read of a parameter the parameter's key."""
     return stored(str(node.target)) if node.op == "get_attr" else node.name

@@ -1,7 +1,7 @@
-"""Labels flow through every aten operation.
+"""How labels flow through aten operations, and the registry of rules.
 
-`LabelFlow` is a dispatch mode: it lets each operation compute its real result and then asks the
-operation's rule what became of the labels. What it learns is kept in its `Record`.
+`LabelFlow` is a dispatch mode: it lets each operation compute its real result and then calls the operation's
+rule, which says by the methods of `LabelFlow` what happens to the labels. The findings are in its `Record`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pdp_fx.tracing.structure import flat_tensors
 aten = torch.ops.aten
 
 Rule = Callable[[Call, "LabelFlow"], None]
+"""Says what an operation that has run does to labels."""
+
 RULES: dict[torch._ops.OpOverloadPacket | str, Rule] = {}
 
 
@@ -52,6 +54,16 @@ class LabelFlow(TorchDispatchMode):
         gm: the graph module; its parameters and buffers are labelled axis by axis.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         rules: finds the rule of an operation.
+
+    Attributes:
+        stored: the parameters and buffers, and tensors that are computed from them alone.
+        record: the findings.
+        node: the name of the graph node that is running.
+        source: the line of the model's code that it comes from.
+        sized: what this node has laid out by sizes or positions in its arguments.
+        masks_norm: whether this node is a norm that can be given a mask.
+        looked: whether this node has read a number out of a tensor.
+        drew: whether this node has drawn random numbers.
     """
 
     def __init__(
@@ -99,9 +111,9 @@ class LabelFlow(TorchDispatchMode):
         return result
 
     def _view_instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The view that ``func`` would make if it did not change the axes of a tensor in place, with labels.
+        """The view that an operation which changes the axes of a tensor in place amounts to, with its labels.
 
-        None if it does another thing, or nothing is known of such views.
+        None for any other operation, or if there is no rule for such views.
         """
         if torch.Tag.inplace_view not in func.tags:
             return None
@@ -115,18 +127,18 @@ class LabelFlow(TorchDispatchMode):
         return view
 
     def note_gapped(self, view: Tensor, ids: Tensor) -> None:
-        """Say that a view leaves gaps between these channels: of fewer, a copy can be made, but no view."""
+        """Note a view with gaps between channels: once channels are removed, it has to be a copy."""
         self._gapped.append((view, ids))
 
     def _keep_gapped(self, call: Call) -> None:
-        """Keep channels of which there is a view with gaps if its memory is written to."""
+        """Freeze the channels of a view with gaps if its memory is written to, which a copy would not see."""
         written = {tensor.untyped_storage()._cdata for tensor in written_by(call)} if self._gapped else ()
         for view, ids in self._gapped:
             if view.untyped_storage()._cdata in written:
                 self.freeze(ids, *OVERWRITTEN)
 
     def _follow_write(self, write: Write, call: Call) -> None:
-        """Give what shares memory with a tensor that was written to the labels that it has now."""
+        """Update the labels of tensors that share memory with a tensor that was written to."""
         is_result = any(tensor is write.target for tensor in flat_tensors(call.result))
         for alias in write.aliases:
             before = self._labelled(alias)
@@ -144,15 +156,16 @@ class LabelFlow(TorchDispatchMode):
                 self._aliases.lose(alias, stays, self._reason(*OVERWRITTEN))
 
     def _keep_written(self, written: Any) -> None:
-        """Keep the channels of a parameter that is written to in eval mode: their ranks would change."""
+        """Freeze the channels of a parameter that is written to in eval mode: their ranks would change."""
         if isinstance(written, Tensor) and self.stored.name(written) in self.stored.parameters:
             self.freeze_all([written], "the model writes to this parameter in eval mode, too")
 
     def stand_in(self, value: Tensor, by: StandIn) -> bool:
-        """Let a computed weight stand for a parameter if it has to; returns whether it does.
+        """Let a computed weight stand for a parameter if necessary; returns whether it does.
 
-        It has to where no parameter can be pruned in its place, where labels did not come through, and where
-        they must stay because of how the weight is computed. What it is computed from then stays as it is.
+        That is necessary if no parameter behind the weight can be pruned in its place, if labels of rows or
+        columns were lost on the way to it, or if they must stay because of how it is computed. The channels
+        of the parameters that it is computed from are then frozen.
         """
         if not by.needed and self._is_free(value):
             return False
@@ -168,7 +181,7 @@ class LabelFlow(TorchDispatchMode):
         return True
 
     def _is_free(self, weight: Tensor) -> bool:
-        """Whether rows and columns of a computed weight can go with those that they are computed from."""
+        """Whether the rows and columns of a computed weight can be removed by removing those behind them."""
         layers = self.layers(weight)
         through = {axis for layer in layers if layer.all_zero for axis in layer.support}
         if self.stored.lost_by(weight) or any(
@@ -216,7 +229,7 @@ class LabelFlow(TorchDispatchMode):
         self.record.grids += [layer.ids for layer in changing if len(layer.support) > 1]
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Tie labels that the operation brings together element by element, broadcasting."""
+        """Tie labels whose elements meet in the operation; operands are broadcast (`Ties.tie`)."""
         self.record.ties.tie(left, right)
 
     def classes(self, ids: Tensor) -> np.ndarray:
@@ -224,7 +237,7 @@ class LabelFlow(TorchDispatchMode):
         return self.record.ties.classes()[ids.numpy()]
 
     def bind(self, left: Tensor, right: Tensor) -> None:
-        """Tie labels that only have to be kept or dropped together, broadcasting."""
+        """Tie labels that must be kept or dropped together without having met (`Ties.bind`)."""
         self.record.ties.bind(left, right)
 
     def freeze(self, ids: Tensor, why: str, remedy: str = "") -> None:
@@ -241,7 +254,7 @@ class LabelFlow(TorchDispatchMode):
                 self.freeze(layer.ids, why, remedy)
 
     def unmasked(self, *layers: Layer) -> str:
-        """A sentence on the first parameter behind the layers that no mask can be put on, or nothing."""
+        """Which parameter behind the layers no mask can be put on, and why, or the empty string."""
         behind = (slot.tensor for layer in layers for slot in origins(layer))
         name = next((name for name in behind if name in self._out_of_reach), None)
         return "" if name is None else f"no mask can be put on {name}, {self._out_of_reach[name]}"
@@ -251,10 +264,11 @@ class LabelFlow(TorchDispatchMode):
         self.record.counted.append((ids, axis, Reason(self.node, self.source, why)))
 
     def without(self, layer: Layer, blocked: frozenset[int], why: str, remedy: str = "") -> Layer | None:
-        """The layer with nothing to drop along the ``blocked`` axes.
+        """Forbid to drop indices along the ``blocked`` axes, and return what is left of the layer.
 
-        Along a blocked axis labels are tied, so that only whole slices across it can go; a layer
-        that lies along blocked axes only is frozen, and None is returned.
+        The labels along a blocked axis are tied, so that only whole slices across it can be dropped; the
+        returned layer no longer changes along that axis. If the layer lies along blocked axes only, it is
+        frozen, and None is returned.
         """
         if layer.support and layer.support <= blocked:
             self.freeze(layer.ids, why, remedy)
@@ -268,12 +282,22 @@ class LabelFlow(TorchDispatchMode):
     def all_without(
         self, layers: Iterable[Layer], blocked: frozenset[int], why: str, remedy: str = ""
     ) -> list[Layer]:
-        """What `without` leaves of several layers."""
+        """`without` for several layers; frozen ones are left out."""
         kept = (self.without(layer, blocked, why, remedy) for layer in layers)
         return [layer for layer in kept if layer is not None]
 
     def normalise(self, layer: Layer, axis: int, why: str, gated: bool) -> bool:
-        """Note that statistics run over this layer's channels; freeze them where no mask can be given."""
+        """Note that statistics run over this layer's channels; freeze them if the node can take no mask.
+
+        Args:
+            layer: the channels.
+            axis: the axis that the statistics run over.
+            why: the reason for freezing.
+            gated: whether a residual stream may pass only if the spec says so.
+
+        Returns:
+            Whether the node will be given a mask.
+        """
         elsewhere = any(site.axis != axis for site in self.norms_here())
         if self.masks_norm and layer.support == frozenset({axis}) and not elsewhere:
             ids = layer.ids.reshape(-1)
@@ -287,7 +311,7 @@ class LabelFlow(TorchDispatchMode):
         return itertools.takewhile(lambda site: site.node == self.node, reversed(self.record.norms))
 
     def lose_rows(self, call: Call) -> None:
-        """Note whose rows an operation on parameters loses track of; they stay, if a weight comes of it."""
+        """Note the parameter rows whose labels end at this operation; they stay if its result is a weight."""
         slots = [s for tensor in call.tensors() for layer in self.layers(tensor) for s in origins(layer)]
         for tensor in flat_tensors(call.result):
             self.stored.lose(tensor, slots)
@@ -297,7 +321,7 @@ class LabelFlow(TorchDispatchMode):
         self.record.demands.append(layer)
 
     def produce(self, layer: Layer, weight: Tensor, data: Tensor) -> None:
-        """Say that this axis of a weight makes new channels where it is multiplied with ``data``."""
+        """Say that this axis of a weight produces new channels, by a product with ``data``."""
         if weight not in self.stored:
             return
         behind, inner = origins(layer), data in self.stored

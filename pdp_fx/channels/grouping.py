@@ -1,7 +1,7 @@
-"""Collecting classes into groups: what makes them, what carries them, why they stay, how they are cut.
+"""Collecting classes into groups, with the producers, members, reasons and parts of each group.
 
-A class is a number below the number of labels, so everything that is known of classes is kept in arrays
-over labels. The cost grows with the number of labels, not with groups times labels.
+A class is identified by one of its labels, so everything that is known of classes is in arrays indexed by
+labels. The cost grows with the number of labels, not with groups times labels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdp_fx.channels.channel_map import ChannelGroup
 from pdp_fx.channels.labels import Reason, Slot
 
 Make = tuple[Slot, np.ndarray]
-"""A weight axis, and the classes that it makes, in order."""
+"""A weight axis, and the classes that it produces, in order."""
 
 Stay = tuple[np.ndarray, Reason]
 """Classes that have to stay, and why."""
@@ -24,16 +24,22 @@ Stay = tuple[np.ndarray, Reason]
 
 @dataclass(frozen=True)
 class _Places:
-    """The group of every class, or -1 if nothing makes it, its place there, and the width of each group."""
+    """Where every class is.
+
+    Attributes:
+        group: the group of every class, or -1 if nothing produces it.
+        place: its position in the group.
+        widths: the width of each group.
+    """
 
     group: np.ndarray
     place: np.ndarray
     widths: np.ndarray
 
     def holders(self, items: Sequence[np.ndarray]) -> list[list[int]]:
-        """For each group the numbers of the items that hold some of its classes.
+        """For each group the indices of the items that contain some of its classes.
 
-        An item that holds an earlier place of the group comes first; then the earlier item.
+        They are ordered by the first position of the group that the item contains, then by the item's index.
         """
         found: list[list[int]] = [[] for _ in self.widths]
         if not items:
@@ -43,7 +49,7 @@ class _Places:
         group, place = self.group[classes], self.place[classes]
         group, place, item = group[group >= 0], place[group >= 0], item[group >= 0]
         span = int(self.widths.max(initial=1))
-        # One number for each triple sorts much faster than three columns do.
+        # Sorting one number for each triple is much faster than sorting by three columns.
         first = np.sort((group * len(items) + item) * span + place)
         pair, place = first // span, first % span
         earliest = np.diff(pair, prepend=-1) > 0
@@ -61,14 +67,16 @@ def collect_groups(
     parts: Iterable[np.ndarray],
     labels: int,
 ) -> list[ChannelGroup]:
-    """Collect classes that the same weight axes make; those that stay apart from those that may go.
+    """Collect the classes that the same weight axes produce into groups.
+
+    Classes that must stay form groups apart from those that may go.
 
     Args:
         slots: the class of every index of every parameter and buffer axis.
-        makes: what makes channels.
-        stays: the classes that have to stay, each with a reason.
-        parts: the classes of parts that are cut out of channels.
-        labels: how many labels there are.
+        makes: the weight axes that produce channels.
+        stays: the classes that must stay, each with a reason.
+        parts: the classes of parts that are split off or picked out of channels.
+        labels: the number of labels.
     """
     made, origins, origin = _makers(makes, labels)
     is_frozen = np.zeros(labels, dtype=bool)
@@ -96,7 +104,12 @@ def collect_groups(
 
 
 def _makers(makes: Sequence[Make], labels: int) -> tuple[np.ndarray, list[tuple[Slot, ...]], np.ndarray]:
-    """The classes that are made, in order; sets of weight axes; and which set makes each class."""
+    """Which weight axes produce which classes.
+
+    Returns:
+        The classes that are produced, in order; the sets of weight axes, of which the first is empty; and for
+        every class the index of the set that produces it.
+    """
     origins: list[tuple[Slot, ...]] = [()]
     origin = np.zeros(labels, dtype=np.int64)
     for slot, classes in makes:
@@ -112,7 +125,7 @@ def _makers(makes: Sequence[Make], labels: int) -> tuple[np.ndarray, list[tuple[
 
 
 def _placed(made: np.ndarray, keys: np.ndarray, labels: int) -> tuple[_Places, list[np.ndarray]]:
-    """Let classes of one key form a group; groups and their classes keep the order of ``made``."""
+    """Group classes with equal keys; the groups and the classes in them keep the order of ``made``."""
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     number = np.argsort(np.argsort(first))[inverse]
     order = np.argsort(number, kind="stable")
@@ -125,10 +138,10 @@ def _placed(made: np.ndarray, keys: np.ndarray, labels: int) -> tuple[_Places, l
 
 
 def _cuts(places: _Places, parts: Iterable[np.ndarray], loose: np.ndarray) -> list[list[tuple[int, ...]]]:
-    """For each group the places of its channels that are cut apart from the others.
+    """For each group the positions of the parts of which one channel must stay.
 
-    A part needs no care if one of its channels stays anyway: because it is frozen, because nothing
-    makes it, or because the part holds a whole group, of which one channel always stays.
+    A part needs no care if one of its channels stays anyway: because it is frozen, because nothing produces
+    it, or because the part contains a whole group, of which one channel always stays.
     """
     found: list[dict[tuple[int, ...], None]] = [{} for _ in places.widths]
     for part in {part.tobytes(): part for part in map(distinct, parts)}.values():
@@ -153,7 +166,7 @@ def distinct(numbers: np.ndarray) -> np.ndarray:
 
 
 def _name(made_by: tuple[Slot, ...], seen: Counter[str]) -> str:
-    """The first module that makes the channels, numbered if it has made some before."""
+    """The name of the first module that produces the channels, numbered if another group has this name."""
     first = made_by[0].tensor.rpartition(".")[0] or made_by[0].tensor
     seen[first] += 1
     return first if seen[first] == 1 else f"{first} ({seen[first]})"

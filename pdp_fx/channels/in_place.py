@@ -21,6 +21,6 @@ def _argument_types(func: torch._ops.OpOverload) -> list[str]:
 
 
 def fills_with_zero(call: Call) -> bool:
-    """Whether zeros are written: what vanishes with its channel still does, through whatever view."""
+    """Whether a call writes zeros, which keeps every element that is 0 with its channel at 0."""
     fills = call.func is aten.fill_.Scalar and call.args[1] == 0
     return fills or call.func.overloadpacket is aten.zero_

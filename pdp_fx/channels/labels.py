@@ -1,12 +1,13 @@
-"""Labels: the identity of each channel, and the ties among them.
+"""Labels, which identify channels, and the ties between them.
 
-A `Layer` says, for every element of a tensor, which channel the element belongs to along one or
-more axes. It is stored small: an axis along which the label does not change has size 1. A tensor
-can carry several layers (a weight has one for its rows and one for its columns).
+A `Layer` says for every element of a tensor to which channel it belongs along one or more axes. An axis along
+which the label does not change has size 1 in it. A tensor can carry several layers: a weight has one for its
+rows and one for its columns.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +26,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why channels stay: the node, its operation, the source line, a sentence, and what would help."""
+    """Why channels stay.
+
+    Attributes:
+        node: the name of the graph node that needs them.
+        source: the line of the model's code that the node comes from, or the empty string.
+        why: the reason, a sentence.
+        remedy: what the user can do about it, or the empty string.
+    """
 
     node: str
     source: str
@@ -43,11 +51,11 @@ class Layer:
     """Labels of a tensor along some of its axes.
 
     Attributes:
-        ids: int64, as many axes as the tensor, each of the tensor's size or 1.
-        zero: bool, same shape: dropping the element's channel makes the element exactly 0.
-        needs: the layers whose elements must be 0 for these to be 0.
-        slot: the parameter's axis whose labels these are, through layout operations only.
-        free: every index holds the same values (a broadcast axis, a constant), so any of them can go.
+        ids: the labels, int64, with as many axes as the tensor, each of the tensor's size or 1.
+        zero: bool, same shape: whether the element is exactly 0 once its channel is masked with 0.
+        needs: the layers, of operands, whose elements must be 0 for the elements of this one to be 0.
+        slot: the parameter axis that these labels were made for, if only layout operations lie between.
+        free: whether all indices hold the same values (a broadcast axis, a constant), so that any can go.
     """
 
     ids: Tensor
@@ -63,7 +71,7 @@ class Layer:
 
     @property
     def all_zero(self) -> bool:
-        """Whether every element vanishes with its channel."""
+        """Whether every element is 0 once its channel is masked with 0."""
         return bool(self.zero.all())
 
     def along(self, axis: int) -> Tensor:
@@ -71,12 +79,15 @@ class Layer:
         return self.ids.reshape(-1) if self.support <= {axis} else self.ids.amax()
 
 
-def origins(layer: Layer) -> tuple[Slot, ...]:
-    """The parameter axes that a layer of a computed weight comes from, by what it needs to be 0."""
+def origins(*layers: Layer) -> tuple[Slot, ...]:
+    """The parameter axes that make the elements of these layers 0, found by following ``needs``.
+
+    For a layer of a computed weight these are the parameter axes that it comes from.
+    """
     found: dict[Slot, None] = {}
-    todo, seen = [layer], set[int]()
+    todo, seen = deque(layers), set[int]()
     while todo:
-        layer = todo.pop(0)
+        layer = todo.popleft()
         if id(layer) in seen:
             continue
         seen.add(id(layer))
@@ -89,7 +100,7 @@ def origins(layer: Layer) -> tuple[Slot, ...]:
 
 def compress(ids: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """Shrink every axis along which both tensors are constant to size 1."""
-    # First the axes that were only expanded, so that the others are compared once and not for each index.
+    # Expanded axes, which have stride 0, need no comparison of values.
     for axis, strides in enumerate(zip(ids.stride(), zero.stride(), strict=True)):
         if ids.shape[axis] > 1 and strides == (0, 0):
             ids, zero = ids.narrow(axis, 0, 1), zero.narrow(axis, 0, 1)
@@ -105,19 +116,19 @@ def _is_constant(tensor: Tensor, axis: int) -> bool:
 
 
 def shaped(vector: Tensor, axis: int, ndim: int) -> Tensor:
-    """Lay ``vector`` along ``axis`` of a tensor of ``ndim`` axes."""
+    """Reshape ``vector`` to ``ndim`` axes, of which all but ``axis`` have size 1."""
     shape = [1] * ndim
     shape[axis] = -1
     return vector.reshape(shape)
 
 
 class Ties:
-    """Fresh labels, the pairs of labels that are tied, and the labels that must stay.
+    """All labels of a run, the pairs that are tied, and the labels that must stay.
 
-    Ties are only collected here; `classes` solves them all at once.
+    `tie` and `bind` only collect pairs; `classes` solves them all at once.
 
     Attributes:
-        frozen: labels that must stay, with the reasons, in the order in which these were met.
+        frozen: labels that must stay, with the reasons, in the order in which they were found.
     """
 
     def __init__(self) -> None:
@@ -138,13 +149,16 @@ class Ties:
         return torch.arange(self._next - count, self._next, device="cpu")
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Tie labels that an operation brings together element by element, broadcasting."""
+        """Tie labels whose elements meet in an operation, such as a sum; operands are broadcast.
+
+        `pdp_fx.passes.check_order` compares which labels have met before and after channels are removed.
+        """
         pairs = self._add(left, right)
         if pairs.size:
             self._joined.append(pairs)
 
     def bind(self, left: Tensor, right: Tensor) -> None:
-        """Tie labels that only have to be kept or dropped together, broadcasting."""
+        """Tie labels that must be kept or dropped together without having met; operands are broadcast."""
         self._add(left, right)
 
     def _add(self, left: Tensor, right: Tensor) -> np.ndarray:
@@ -157,7 +171,7 @@ class Ties:
         return found
 
     def joined(self) -> np.ndarray:
-        """All pairs of labels that operations bring together, shape (2, pairs)."""
+        """All pairs of labels that have met (`tie`), shape (2, pairs)."""
         return np.concatenate(self._joined, axis=1) if self._joined else np.empty((2, 0), dtype=np.int64)
 
     def freeze(self, ids: Tensor, reason: Reason) -> None:
@@ -177,7 +191,7 @@ class Ties:
 
 
 def _joined(parent: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Let every pair of labels have the same root."""
+    """Union-find on arrays: ``parent`` changed so that each pair of labels has the same root."""
     while True:
         roots_left, roots_right = parent[left], parent[right]
         apart = roots_left != roots_right

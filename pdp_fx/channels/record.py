@@ -1,4 +1,4 @@
-"""What one run of a graph with labels has shown."""
+"""The data types of the channel analysis: what one run of a graph with labels has shown."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Contraction:
 
     Attributes:
         weight: the parameter's qualified name.
-        positions: how often each weight is used, summed over the batch; less than once where only a
-            part of the parameter is used.
+        positions: how often each weight is used, summed over the batch; below 1 if only a part of the
+            parameter is used.
         node: the graph node that does it.
         inputs: the labels of the input channels, or None when they have none.
     """
@@ -37,7 +37,7 @@ class Production:
     Attributes:
         slot: the axis.
         ids: the labels that become channels; other indices of the axis are cut off before.
-        inner: whether it meets parameters only, so that what comes of it may be a weight itself.
+        inner: whether it is multiplied with parameters only, so that the result may itself be a weight.
     """
 
     slot: Slot
@@ -47,10 +47,10 @@ class Production:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A computed weight that can stand for a parameter of its shape and dtype.
+    """A computed weight that can be pruned in the place of a parameter of its shape and dtype.
 
     Attributes:
-        parameter: the qualified name of a parameter that serves to compute this weight only.
+        parameter: the qualified name of a parameter that only serves to compute this weight.
         node: the name of the graph node that gives the weight.
         sources: the parameters and buffers that it is computed from.
         needed: whether no parameter can be pruned in its place.
@@ -70,9 +70,10 @@ class NormSite:
         node: the graph node.
         axis: the axis of its input that the channels lie along.
         ids: the labels along that axis.
-        gated: whether a residual stream goes through it only if the spec says so.
-        source: the line of code that made the node.
-        why: what keeps the channels without a mask.
+        gated: whether the channels of a residual stream stay because of it unless the spec's rule says
+            ``through_norms=True``.
+        source: the line of the model's code that the node comes from.
+        why: the reason why the channels stay if no mask is given.
     """
 
     node: str
@@ -102,15 +103,20 @@ class Call:
             return self.args[position]
         return self.kwargs.get(name, default)
 
+    def named(self) -> dict[str, Any]:
+        """The arguments by the names in the operation's schema, without those that are left out."""
+        names = [argument.name for argument in self.func._schema.arguments]
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
+
 
 @dataclass(frozen=True)
 class Sized:
-    """Labels that an operation has laid out by sizes or places it was given.
+    """Labels that an operation has laid out by sizes or positions in its arguments.
 
     Attributes:
-        before: where they were.
-        after: where they are.
-        shaped: whether it was given a shape for all of them, and no places among them.
+        before: their layer in the operand.
+        after: their layer in the result.
+        shaped: whether the operation was given a shape for all of them, and no positions among them.
     """
 
     before: Layer
@@ -119,7 +125,8 @@ class Sized:
 
 
 Tainted = tuple[int | None, int, Tensor]
-"""A number that depends on how many channels there are: its place in a shape, and the axis of labels."""
+"""A number of channels in the result of a node: its position if that is a shape, else None; the axis of the
+channels in the tensor whose size was read; and their labels."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class Labelled:
     layers: tuple[Layer, ...]
 
     def bare(self) -> Labelled:
-        """The same without what the labels were made from."""
+        """The same without the layers that the labels were made from."""
         return Labelled(self.shape, tuple(replace(layer, needs=()) for layer in self.layers))
 
 
@@ -147,22 +154,22 @@ class Record:
         ties: all labels and their ties.
         slots: the labels of every parameter and buffer axis that was read.
         shapes: the shape of every parameter and buffer.
-        producers: weight axes that make new channels.
-        weighing: parameter axes that, as they are or in a computed weight, are multiplied with data.
-        contractions: uses of weights.
+        producers: weight axes that produce new channels.
+        weighing: parameter axes that are multiplied with data, directly or as part of a computed weight.
+        contractions: products of stored weights, for counting multiply-accumulates.
         grouped: weights of grouped convolutions that are not depthwise.
         demands: layers that must be 0 where their channel is dropped.
         grids: labels that lie along several axes.
         norms: nodes that normalise over channels, to be given masks.
-        parts: labels of parts that are cut out of channels; none may become empty.
-        counted: labels whose number along an axis must not change, with the reason.
-        values: the tensors that each node gave, in order.
-        numbers: the numbers that nodes gave.
-        resized: nodes whose sizes have to be written anew when channels go.
-        taint: for every number node, which labels its value counts.
-        varying: nodes that may give something else at the next call.
-        free_axes: for every shape that was read, the axes whose sizes may be others then, and its rank.
-        stand_ins: the computed weights that stand for parameters, by the parameter.
+        parts: labels of parts that are split off or picked out of channels; none may become empty.
+        counted: (labels, axis, reason) where the number of labels along the axis must not change.
+        values: the shapes and labels of the tensors that each node returned, in order.
+        numbers: the numbers that nodes returned.
+        resized: nodes whose sizes must be updated when channels are removed.
+        taint: for every node that returned numbers, which numbers of channels they depend on.
+        varying: nodes whose result may differ at the next call.
+        free_axes: for every shape that was read, the axes whose sizes may then differ, and its rank.
+        stand_ins: the computed weights that stand for parameters, by the parameter's name.
     """
 
     ties: Ties = field(default_factory=Ties)

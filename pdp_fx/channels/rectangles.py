@@ -1,8 +1,8 @@
 """Channels that are spread over several axes.
 
-A view can spread one axis of channels over two, (heads * dimensions) to (heads, dimensions). What
-stays must then be a rectangle: all kept indices of one axis with all kept indices of the other.
-Labels are tied until that holds whatever is dropped, *before* channels are ranked.
+A view can spread one axis of channels over two, (heads * dimensions) to (heads, dimensions). What stays must
+then be a rectangle: all kept indices of one axis with all kept indices of the other. Labels are tied, before
+channels are ranked, until that holds for every choice of dropped classes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pdp_fx.channels.labels import Ties
 def make_rectangular(grids: list[Tensor], ties: Ties) -> np.ndarray:
     """Tie labels so that every grid stays rectangular, and return the class of every label.
 
-    Only one axis of a grid keeps separate labels, the longest; along the others they are tied. Grids
-    are settled one by one, in graph order, so that a transposed grid follows the first. More ties
-    never make a rectangle ragged.
+    Labels stay separate only along the longest axis of a grid; along the others they are tied. Grids are
+    handled one by one in graph order, so that a transposed grid follows the first. Later ties cannot spoil a
+    grid that is rectangular.
 
     Args:
         grids: labels of tensors that change along two axes or more.

@@ -1,9 +1,9 @@
-"""Sizes that are written into the program.
+"""Which nodes must be given new sizes once channels are removed, and which channels stay because of sizes.
 
-A node that lays channels out by sizes, positions or counts no longer fits once channels are gone.
-Every function that takes such numbers has a way here to write them anew from the labels that stay;
-what has none keeps its channels. A size that is read off a tensor follows by itself, unless it goes
-into a computation.
+A node that lays channels out by sizes, positions or counts in its arguments no longer fits once channels are
+removed. If `rewrites` knows how to update its arguments from the labels that stay, the node is noted in
+`Record.resized`; if not, its channels are frozen here. A size that is read off a tensor at run time follows
+by itself; if it enters a computation, the number of channels must not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
-from pdp_fx.channels.record import Sized, Tainted
+from pdp_fx.channels.record import Labelled, Sized, Tainted
 from pdp_fx.channels.rewrites import always_told, rewrite_of
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.tracing.objects import Apply
@@ -30,7 +30,7 @@ from pdp_fx.weights.sources import sources_of
 REPEATS: frozenset[Any] = frozenset({
     torch.repeat_interleave, "repeat_interleave", torch.tile, "tile", "repeat",
 })  # fmt: skip
-"""Functions that are told how many copies they make: where copies alone could go, they stay."""
+"""Functions that make a given number of copies; an axis of copies only keeps its length."""
 
 LIKE_ANOTHER: frozenset[Any] = frozenset({"view_as", "reshape_as", "expand_as"})
 """Methods that take their sizes from another tensor."""
@@ -43,14 +43,14 @@ SIZE_FREE: frozenset[Any] = REPEATS | LIKE_ANOTHER | frozenset({
     "unbind", "flip", torch.flip, getattr, torch.take_along_dim, "take_along_dim",
     torch.quantile, "quantile", torch.nanquantile, "nanquantile",
 })  # fmt: skip
-"""Functions and methods that are told no size of a channel axis, although they may be given numbers."""
+"""Functions and methods whose numeric arguments are never sizes or positions of a channel axis."""
 
 FUNCTIONALS: frozenset[Any] = frozenset(value for value in vars(functional).values() if callable(value))
 
 SIZED_FUNCTIONALS = frozenset(
     {functional.fold, functional.unfold, functional.multi_head_attention_forward, functional.pad}
 )
-"""Functions of `torch.nn.functional` that are told sizes; the others are not."""
+"""Functions of `torch.nn.functional` that have sizes among their arguments; the others have none."""
 
 SIZE_FREE_MODULES = (
     nn.Linear, nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Embedding,
@@ -58,11 +58,11 @@ SIZE_FREE_MODULES = (
     nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LocalResponseNorm, nn.CosineSimilarity,
     nn.PairwiseDistance, nn.Softmax2d, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm,
 )  # fmt: skip
-"""Modules whose own sizes are updated, or that have none."""
+"""Modules that have no sizes, or whose sizes `shrink_channels` updates."""
 
 
 def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any) -> None:
-    """Note that ``node`` must be resized, or freeze what it lays out by sizes that cannot be."""
+    """Note that ``node`` must be resized, or freeze the channels that it lays out if that is not possible."""
     if node.target in LIKE_ANOTHER:
         _follow_other(node, flow, result)
     rewrite = rewrite_of(gm, node)
@@ -78,12 +78,12 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
         return
     told = flow.sized
     if _is_given_no_number(node, flow):
-        # It works out every shape from its tensors.
+        # It computes every shape from its tensors.
         told = [sized for sized in told if not sized.shaped]
     if _is_size_free(gm, node, flow):
         told = [sized for sized in flow.sized if sized.before.free and node.target in REPEATS]
     elif isinstance(node.target, Apply):
-        # Their views of a whole tensor, by which they return it unchanged, follow its size.
+        # An autograd function returns an input unchanged as a view of all of it, which follows its size.
         told = [sized for sized in told if not torch.equal(sized.before.ids, sized.after.ids)]
     _freeze_told(gm, node, flow, told)
     if told and given_varying(node, flow.record):
@@ -93,7 +93,7 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
 def _keep_varying(
     gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any, axes: frozenset[int]
 ) -> None:
-    """Keep the channels along these axes, of which the next call may take others; the rest may go."""
+    """Freeze the channels along these axes: the next call may choose others of them by the same node."""
     told = [sized for sized in flow.sized if sized.before.support & axes]
     flow.sized = [sized for sized in flow.sized if not sized.before.support & axes]
     _freeze_told(gm, node, flow, told)
@@ -101,20 +101,21 @@ def _keep_varying(
 
 
 def _freeze_told(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, told: Iterable[Sized]) -> None:
+    """Freeze channels that ``node`` lays out by sizes or positions that cannot be updated."""
     remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
     for sized in told:
         flow.freeze(sized.before.ids, _why_not(gm, node), remedy)
 
 
 def _lose(flow: LabelFlow, result: Any, layers: list[Layer]) -> None:
-    """Follow these layers no further: another call may choose other channels, or another order."""
+    """Remove these layers from the result: another call may choose other channels, or another order."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             flow.put(leaf, [each for each in flow.layers(leaf) if all(each is not layer for layer in layers)])
 
 
 def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:
-    """Keep or drop labels of a result together with those of the tensor that it takes its sizes from."""
+    """Tie the labels of a result to those of the tensor that it takes its sizes from, or freeze both."""
     other = node.args[1] if len(node.args) > 1 else node.kwargs["other"]
     given = flow.record.values.get(other.name, ()) if isinstance(other, fx.Node) else ()
     theirs = {layer.support: layer for value in given for layer in value.layers}
@@ -131,7 +132,7 @@ def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:
 
 
 def _widened_alike(layers: Iterable[Layer], theirs: Iterable[Layer]) -> list[Layer]:
-    """Layers in which several that hold one value each are one, along the axes of one of those of another."""
+    """Merge constant layers into one along the axes of a layer of the other tensor, if they match."""
     layers = list(layers)
     for like in theirs:
         inside = [layer for layer in layers if layer.free and layer.support <= like.support]
@@ -168,13 +169,13 @@ def _is_size_free(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow) -> bool:
 
 
 def _is_told_by_tensor(node: fx.Node, flow: LabelFlow) -> bool:
-    """Whether a tensor says how many copies there are of each index."""
+    """Whether a tensor, and no number, says how many copies of each index are made."""
     repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
     return isinstance(repeats, fx.Node) and repeats.name not in flow.record.numbers
 
 
 def _is_given_no_number(node: fx.Node, flow: LabelFlow) -> bool:
-    """Whether a node calls a function of torch's, or a method of a tensor, with tensors and options alone."""
+    """Whether a node calls a function of torch or a method of a tensor without any number as an argument."""
     if node.op == "call_method":
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not flow.record.values.get(source.name):
@@ -189,13 +190,13 @@ def _is_given_no_number(node: fx.Node, flow: LabelFlow) -> bool:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether a function is torch's own, or an operator of Python's on tensors."""
+    """Whether a function belongs to torch, or is a built-in such as an operator of Python."""
     home = getattr(function, "__module__", None) or ""
     return isinstance(function, BuiltinFunctionType) or home.partition(".")[0] == "torch"
 
 
 def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) -> None:
-    """Follow sizes of labelled axes through arithmetic; note where they enter a computation."""
+    """Follow sizes of labelled axes through arithmetic, and note which enter a computation of tensors."""
     carried = [entry for source in node.all_input_nodes for entry in flow.record.taint.get(source.name, [])]
     leaves = tree_leaves(result)
     if _is_constant_number(node, result):
@@ -213,7 +214,7 @@ def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) 
 
 
 def _is_constant_number(node: fx.Node, result: Any) -> bool:
-    """Whether a node gives a whole number in a tensor that nothing changes: neither inputs nor training."""
+    """Whether the result is a 0-dim integer tensor that depends on constants only."""
     if not isinstance(result, Tensor) or result.ndim or result.is_floating_point() or result.is_complex():
         return False
     roots = [source for source in sources_of(node) if not source.all_input_nodes]
@@ -221,21 +222,12 @@ def _is_constant_number(node: fx.Node, result: Any) -> bool:
 
 
 def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[Tainted]:
-    """The labels that the numbers which ``node`` gives depend on."""
+    """The labels whose count the resulting numbers of ``node`` depend on."""
     source = node.args[0] if node.args else None
     values = flow.record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
-    if values and node.target is operator.length_hint and isinstance(source, fx.Node) and _parting(source):
-        return _counted_parts(source, flow)
-    if values:
-        rank = len(values[0].shape)
-        asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        whole = node.target == "size" or (node.target is getattr and asked == "shape")
-        read = [
-            (axis if whole else None, axis, layer.ids) for layer in values[0].layers for axis in layer.support
-        ]
-        if node.target == "size" and isinstance(asked, int):
-            return [(None, axis, ids) for _, axis, ids in read if axis == asked % rank]
-        return list[Tainted](read)
+    if isinstance(source, fx.Node) and values:
+        counts_parts = node.target is operator.length_hint and _split_axis_position(source)
+        return _counted_parts(source, flow) if counts_parts else _sizes_read(node, values[0])
     if node.target is operator.getitem and isinstance(node.args[1], int):
         place = node.args[1]
         return [
@@ -246,15 +238,25 @@ def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[
     return [(None, axis, ids) for _, axis, ids in carried]
 
 
-def _parting(node: fx.Node) -> int | None:
-    """The place of the axis among the arguments of a node that takes a tensor into parts."""
+def _sizes_read(node: fx.Node, value: Labelled) -> list[Tainted]:
+    """The labels whose count is in what ``node`` reads of ``value``: its shape, a size, or anything else."""
+    asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if node.target == "size" and isinstance(asked, int):
+        asked %= len(value.shape)
+        return [(None, asked, layer.ids) for layer in value.layers if asked in layer.support]
+    whole = node.target == "size" or (node.target is getattr and asked == "shape")
+    return [(axis if whole else None, axis, layer.ids) for layer in value.layers for axis in layer.support]
+
+
+def _split_axis_position(node: fx.Node) -> int | None:
+    """The position of the axis among the arguments of a node that splits a tensor; None for other nodes."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return {"split": 2, "chunk": 2, "unbind": 1}.get(name)
 
 
 def _counted_parts(node: fx.Node, flow: LabelFlow) -> list[Tainted]:
-    """The labels that the number of parts depends on: those along the axis that is parted."""
-    place = _parting(node)
+    """The labels whose count the number of parts depends on: those along the axis that is split."""
+    place = _split_axis_position(node)
     axis = node.args[place] if place is not None and len(node.args) > place else node.kwargs.get("dim", 0)
     values = flow.record.values.get(node.args[0].name, ()) if isinstance(node.args[0], fx.Node) else ()
     if not values or not isinstance(axis, int):

@@ -1,4 +1,4 @@
-"""What a node that is told sizes has to know to be told new ones."""
+"""The data that `rewrites` works on: what stays of the tensors around a node (`Kept`), and the `Job`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pdp_fx.channels.record import Labelled, Record
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor before channels go.
+    """A tensor before channels are removed, and which of its indices will stay.
 
     Attributes:
         value: its shape and labels.
-        stays: per axis with channels, which of its indices stay, as booleans.
+        stays: for each axis with channels, which of its indices stay, as booleans.
     """
 
     value: Labelled
@@ -51,10 +51,10 @@ class Job:
 
     Attributes:
         source: the first tensor that it reads; an empty one if there is none.
-        results: the tensors that it gives.
-        numbers: the value that every number node had.
-        changing: the number nodes that depend on how many channels there are.
-        small: the value that a number node will have, or None if that is not known.
+        results: the tensors that it returns.
+        numbers: the old value of every node that returned a number, by the node's name.
+        changing: the names of those nodes whose number depends on how many channels there are.
+        small: returns the new value of such a node, or None if it is not known.
     """
 
     source: Kept
@@ -64,15 +64,15 @@ class Job:
     small: Callable[[fx.Node], Any]
 
     def number(self, value: Any) -> Any:
-        """The value of a number or of a node that gave one."""
+        """The old value of an argument: of a node, the number that it returned."""
         return self.numbers[value.name] if isinstance(value, fx.Node) else value
 
     def told(self, node: fx.Node) -> bool:
-        """Whether a number that ``node`` is given will be another, be it of its own channels or of others."""
+        """Whether a number among the arguments of ``node`` will change, of its own or of other channels."""
         return any(source.name in self.changing for source in node.all_input_nodes)
 
     def resized(self, kept: Kept, axis: int, given: Any) -> Any:
-        """What to write for the size of ``axis`` where the program has ``given``."""
+        """The new argument for the size of ``axis``, in the place of ``given``, a number or a node."""
         if isinstance(given, fx.Node):
             if given.name in self.changing:
                 return self.mended(given, kept.size(axis))
@@ -80,33 +80,33 @@ class Job:
         return kept.size(axis) if given != -1 and kept.changes(axis) else given
 
     def mended(self, number: fx.Node, size: int) -> Any:
-        """What gives ``size`` where the number's own program may have been right for all channels only.
+        """A number or node with the value ``size``, in the place of ``number``, whose value may be another.
 
-        A computation stays one if it can, for it may follow the size of the batch, too.
+        If possible the result is computed from ``number``, which may also follow the size of the batch.
         """
         now = self.small(number)
         if now == size:
             return number
         if number.target is operator.floordiv and isinstance(whole := number.args[0], fx.Node):
-            # Batch and heads in one, divided by the heads that there were, may have come to nothing.
+            # An axis that merges batch and heads, divided by the old number of heads, may have become 0.
             there, by = self.small(whole), number.args[1]
             divisor = self.small(by) if isinstance(by, fx.Node) else None
             if there and there % size == 0:
-                # What it was divided by may follow the size of an image, too.
+                # The old divisor may also follow the size of an image.
                 fewer = scaled(by, there // size, divisor) if isinstance(by, fx.Node) and divisor else None
                 return _after(number, operator.floordiv, whole, there // size if fewer is None else fewer)
         return scaled(number, size, now) if now else size
 
 
 def scaled(number: fx.Node, new: int, old: int) -> fx.Node:
-    """The number times new / old: an axis that merges channels with the batch keeps following the batch."""
+    """Nodes for number * new / old: an axis that merges channels with the batch keeps following the batch."""
     common = math.gcd(new, old)
     times = _after(number, operator.mul, number, new // common)
     return _after(times, operator.floordiv, times, old // common)
 
 
 def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int | fx.Node) -> fx.Node:
-    """A new node behind ``place``, unless the other number is 1."""
+    """A node for ``call(number, other)`` after ``place``; ``number`` itself if the other operand is 1."""
     if other == 1:
         return number
     with place.graph.inserting_after(place):
@@ -120,12 +120,12 @@ Fits = Callable[[fx.Node, Record], bool]
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A way to resize one function.
+    """How to resize the nodes of one function, method or module.
 
     Attributes:
         apply: changes the node's arguments.
-        fits: whether ``apply`` can deal with this node.
-        varies: along which axes of its first argument the next call may take others.
+        fits: whether ``apply`` can handle the node.
+        varies: the axes of its first argument along which the next call may choose other channels.
     """
 
     apply: Apply

@@ -1,7 +1,8 @@
-"""How each function that is told sizes is told new ones.
+"""How to update the sizes, positions and counts in a node's arguments once channels are removed.
 
-A rewrite gets a `Job`: the node, what it read and what it gave, and which of their indices stay. It
-changes the node's arguments. ``fits`` says, while labels flow, whether it will be able to.
+Each function below updates the arguments of one kind of node. It gets a `Job`, which says which indices of
+the node's inputs and outputs stay. The tables at the end map functions, methods and modules to a `Rewrite`.
+Its ``fits``, called while labels flow (`resize`), says whether the rewrite can handle a node.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from torch.nn import functional
 
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
-from pdp_fx.channels.subscripts import chosen, distinct, subscript, subscript_fits, varying_axes
+from pdp_fx.channels.subscripts import are_distinct, chosen, subscript, subscript_fits, varying_axes
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.ops.kinds import groups_left
 from pdp_fx.ops.products import operation_name
 
 GROUPS = 6
-"""The place of the number of groups among the arguments of a convolution, transposed or not."""
+"""The position of ``groups`` among the arguments of a convolution, transposed or not."""
 
 
 def _arguments(node: fx.Node, first: int, names: tuple[str, ...], count: int) -> list[Any]:
-    """The arguments from ``first`` on, by place or by name."""
+    """``count`` arguments from position ``first`` on, given by position or by name; None if missing."""
     rest = list(node.args[first:])
     return [rest[i] if i < len(rest) else node.kwargs.get(names[i]) for i in range(count)]
 
 
 def _sizes(node: fx.Node, job: Job, first: int, names: tuple[str, ...]) -> None:
-    """Write the sizes that start at argument ``first``: one for each axis of the result."""
+    """Update the sizes that start at argument ``first``, one for each axis of the result."""
     name = next((name for name in names if name in node.kwargs), None)
     packed = len(node.args) == first + 1 and isinstance(node.args[first], (tuple, list))
     given: Any = node.kwargs[name] if name else node.args[first] if packed else node.args[first:]
@@ -76,7 +77,7 @@ def _unflatten_module(node: fx.Node, job: Job) -> None:
 
 
 def _split(node: fx.Node, job: Job) -> None:
-    """Chunks and splits become splits into the sizes that stay."""
+    """Turn a chunk or split into a split by the sizes that stay."""
     axis = int(_arguments(node, 1, ("", "dim"), 2)[1] or 0) % len(job.source.value.shape)
     if not job.source.changes(axis) and not job.told(node):
         return
@@ -93,7 +94,7 @@ def _narrow(node: fx.Node, job: Job) -> None:
 
 
 def _squeeze(node: fx.Node, job: Job) -> None:
-    """An axis of channels of which one is left is none of those that a squeeze takes away."""
+    """Keep a squeeze from removing an axis of channels of which a single one is left."""
     shape = job.source.value.shape
     left = {axis for axis in job.source.stays if job.source.size(axis) == 1 < shape[axis]}
     if not left:
@@ -105,7 +106,7 @@ def _squeeze(node: fx.Node, job: Job) -> None:
 
 
 def _reorder(node: fx.Node, job: Job) -> None:
-    """A choice of places along one axis becomes a choice of the places that stay."""
+    """Turn a choice of indices along one axis into the choice of those that stay."""
     changed = [axis for axis in job.source.stays if job.source.changes(axis)]
     if changed:
         (axis,) = changed
@@ -114,7 +115,7 @@ def _reorder(node: fx.Node, job: Job) -> None:
 
 
 def _roll(node: fx.Node, job: Job) -> None:
-    """A roll along an axis that shrinks becomes a choice of places; along other axes it stays."""
+    """Turn a roll along an axis that shrinks into a choice of indices; keep it along other axes."""
     rank = len(job.source.value.shape)
     shifts, dims = map(_listed, _arguments(node, 1, ("shifts", "dims"), 2))
     known = [job.number(shift) if getattr(shift, "name", "") in job.changing else shift for shift in shifts]
@@ -132,12 +133,12 @@ def _roll(node: fx.Node, job: Job) -> None:
 
 
 def _places_fit(node: fx.Node, record: Record) -> bool:
-    """By sizes and places that are the same at every call."""
+    """Fits if the node's sizes and positions are the same at every call."""
     return not given_varying(node, record)
 
 
 def _roll_fits(node: fx.Node, record: Record) -> bool:
-    """Along axes that are named."""
+    """Fits if the axes are named and `_reorder_fits`."""
     return _arguments(node, 2, ("dims",), 1)[0] is not None and _reorder_fits(node, record)
 
 
@@ -146,17 +147,17 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _reorder_fits(node: fx.Node, record: Record) -> bool:
-    """Only along one axis of distinct labels, by places that are the same at every call."""
+    """Fits along one axis of distinct labels, if the node's positions are the same at every call."""
     source: Any = node.args[0]
     values = record.values.get(source.name, ())
     layers = values[0].layers if values else ()
     if len(layers) != 1 or len(layers[0].support) != 1:
         return False
-    return distinct(layers[0].ids) and _places_fit(node, record)
+    return are_distinct(layers[0].ids) and _places_fit(node, record)
 
 
 def _pad(node: fx.Node, job: Job) -> None:
-    """Padding of a channel axis shrinks with the channels that it stands for."""
+    """Shrink the padding of a channel axis, which makes channels of zeros, to those that stay."""
     widths = list(_arguments(node, 1, ("pad",), 1)[0])
     result = job.results[0]
     for index in range(0, len(widths), 2):
@@ -179,11 +180,11 @@ def _pad_fits(node: fx.Node, record: Record) -> bool:
 
 
 def _stays(node: fx.Node, job: Job) -> None:
-    """Nothing that the node is told concerns channels."""
+    """Change nothing: no argument of the node concerns channels."""
 
 
 def _unfold_fits(node: fx.Node, record: Record) -> bool:
-    """Windows along an axis without labels."""
+    """Fits if the windows run along an axis without labels."""
     source: Any = node.args[0]
     values = record.values.get(source.name, ())
     axis = _arguments(node, 1, ("dimension",), 1)[0]
@@ -193,18 +194,18 @@ def _unfold_fits(node: fx.Node, record: Record) -> bool:
 
 
 def _as_before(node: fx.Node, job: Job) -> None:
-    """The numbers that the node is told stay what they were, whatever they were computed from."""
+    """Keep the old values of the node's numbers, even if they were computed from a number of channels."""
     node.args = tuple(_unchanged(given, job) for given in node.args)
 
 
 def _unchanged(given: Any, job: Job) -> Any:
-    """What gives the number that it gave, although it may have been computed from a number of channels."""
+    """An argument with its old value, even if it was computed from a number of channels."""
     changing = isinstance(given, fx.Node) and given.name in job.changing
     return job.mended(given, job.number(given)) if changing else given
 
 
 def _groups(node: fx.Node, job: Job) -> None:
-    """A depthwise convolution has as many groups as channels; other groups stay."""
+    """Update the groups of a depthwise convolution, one for each channel; other numbers of groups stay."""
     channels = job.source.value.shape[1] if len(job.source.value.shape) > 1 else 1
     given: Any = node.args[GROUPS] if len(node.args) > GROUPS else node.kwargs.get("groups", 1)
     if job.number(given) == channels and job.source.changes(1):
@@ -245,14 +246,14 @@ RESIZERS: dict[Any, Rewrite] = {
     "torchvision::deform_conv2d": Rewrite(_as_before), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
     "squeeze_": _SQUEEZE,
 }  # fmt: skip
-"""Functions and methods that are told sizes, with the way to tell them new ones."""
+"""The rewrites of functions and methods that have sizes or positions among their arguments."""
 
 MODULE_RESIZERS: dict[type[nn.Module], Rewrite] = {nn.Unflatten: Rewrite(_unflatten_module)}
-"""Modules that hold sizes of their own."""
+"""The rewrites of modules that hold sizes of activations."""
 
 
 def _normalized_shape(node: fx.Node, job: Job) -> None:
-    """A norm over the channels is told how many there are."""
+    """Update the number of channels that a norm over them is given."""
     last = len(job.source.value.shape) - 1
     if not job.source.changes(last) and not job.told(node):
         return
@@ -263,7 +264,7 @@ def _normalized_shape(node: fx.Node, job: Job) -> None:
 
 
 def _norm_groups(node: fx.Node, job: Job) -> None:
-    """A group norm has fewer groups where whole ones have gone."""
+    """Update the number of groups of a group norm: fewer, if whole groups are removed."""
     (given,) = _arguments(node, 1, ("num_groups",), 1)
     if not job.source.changes(1) and not job.told(node):
         return
@@ -281,26 +282,26 @@ NORMS: dict[Any, Rewrite] = {
     functional.layer_norm: _NORM, torch.layer_norm: _NORM, functional.rms_norm: _NORM,
     torch.rms_norm: _NORM,
 }  # fmt: skip
-"""Norms that are told the number of channels."""
+"""The rewrites of norm functions that are given the number of channels."""
 
 GROUP_NORMS: dict[Any, Rewrite] = {functional.group_norm: _GROUP_NORM, torch.group_norm: _GROUP_NORM}
-"""Norms that are told the number of groups."""
+"""The rewrites of norm functions that are given the number of groups."""
 
 GROUPED: frozenset[Any] = frozenset({
     functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose1d,
     functional.conv_transpose2d, functional.conv_transpose3d, torch.conv1d, torch.conv2d, torch.conv3d,
 })  # fmt: skip
-"""Functions that are told a number of groups, which follows the channels."""
+"""Functions with an argument ``groups``, which may follow the number of channels."""
 
 
 ALWAYS_TOLD: frozenset[Any] = frozenset({
     torch.narrow, "narrow", "sum_to_size", torch.squeeze, "squeeze", "squeeze_",
 })  # fmt: skip
-"""Functions and methods that may do nothing on the example inputs and still be told sizes."""
+"""Functions and methods whose sizes matter even if they change nothing on the example inputs."""
 
 
 def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
-    """The way to resize ``node``, or None."""
+    """The rewrite for ``node``, or None if there is none."""
     if node.op == "call_module":
         return MODULE_RESIZERS.get(type(gm.get_submodule(str(node.target))))
     if node.target in GROUPED:
@@ -310,5 +311,5 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
 
 
 def always_told(node: fx.Node) -> bool:
-    """Whether ``node`` is told a number of channels even where it lays nothing out anew."""
+    """Whether ``node`` may need new sizes even if it does not change the layout of channels."""
     return any(node.target in told for told in (GROUPED, NORMS, GROUP_NORMS, ALWAYS_TOLD))

@@ -1,8 +1,8 @@
-"""Batched products and attention.
+"""Rules for batched products and attention.
 
-A batched product contracts two activations. Where channels lie along both a batch axis and a
-matrix axis (heads and the dimensions inside a head), whole heads are kept or dropped: the labels
-are tied along the matrix axis.
+A batched product contracts two activations. If channels lie along both a batch axis and a matrix axis (heads
+and the dimensions inside a head), the labels are tied along the matrix axis, so that whole heads are kept or
+dropped.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten._cdist_forward, aten._euclidean_dist)
 def distances(call: Call, flow: LabelFlow) -> None:
-    """(..., n, k) and (..., m, k) to (..., n, m): what is 0 in both is no part of a distance."""
+    """(..., n, k) and (..., m, k) to (..., n, m): a channel that is 0 on both sides changes no distance."""
     sides = [(tensor.ndim, _matrices(tensor, flow)) for tensor in call.args[:2]]
     measured = [along(layers, ndim - 1) for ndim, layers in sides]
     vanish = [layer for layer in measured if layer is not None and layer.all_zero]
@@ -100,7 +100,7 @@ def _matrices(tensor: Tensor, flow: LabelFlow) -> list[Layer]:
 
 
 def _batch_layer(left: Layer | None, right: Layer | None, flow: LabelFlow) -> Layer | None:
-    """A product of slices vanishes with either of them."""
+    """The layer of the batch axis of a product; a slice of it is 0 if either operand's is."""
     if left is None or right is None:
         known = left or right
         if known is not None:
@@ -152,9 +152,9 @@ def is_fused_attention(target: Any) -> bool:
 
 
 def keep_scale(flow: LabelFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep the dimensions of q and k where attention works out its scale from their number.
+    """Freeze the dimensions of q and k if attention computes its scale from their number.
 
-    The operations that torch may break attention into are given the scale as a number.
+    It must be called for the function: the aten operations in it get the scale as a number.
     """
     if kwargs.get("scale") is not None:
         return
@@ -178,7 +178,7 @@ def _repeated(layer: Layer | None, heads: int) -> Layer | None:
 
 
 def _tie_mask(mask: Tensor, head: int, rank: int, heads: Layer | None, flow: LabelFlow) -> None:
-    """An attention mask with an axis of heads loses the same heads."""
+    """Tie the heads of an attention mask to those of q, k and v, or freeze what it has no heads for."""
     place = head - (rank - mask.ndim)
     own = [layer for layer in flow.layers(mask) if layer.support == frozenset({place})]
     for layer in flow.layers(mask):
@@ -192,7 +192,7 @@ def _tie_mask(mask: Tensor, head: int, rank: int, heads: Layer | None, flow: Lab
 
 @rule(aten.glu)
 def glu(call: Call, flow: LabelFlow) -> None:
-    """The two halves of a gated unit go together; the gated half decides what is 0."""
+    """The two halves of a gated unit go together; the result is 0 where the first half is."""
     source = call.args[0]
     axis = int(call.argument(1, "dim", -1)) % source.ndim
     kept: list[Layer] = []

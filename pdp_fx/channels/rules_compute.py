@@ -1,8 +1,8 @@
-"""Operations that contract an axis: convolution, matrix products, embedding.
+"""Rules for operations that contract an axis: convolution, matrix products, embedding.
 
-A contraction ties its weight's input axis to the channels it reads, and makes new channels from
-the weight's output axis. It is exact to drop a channel only if what is read of it is 0; where that
-is not so, the weight's columns can be masked instead.
+A contraction ties its weight's input axis to the channels that it reads, and produces new channels from the
+weight's output axis. A channel can be dropped exactly only if its contribution is 0: because what is read is
+0, or else because the weight's columns are masked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def along(layers: list[Layer], axis: int) -> Layer | None:
 
 
 def channel_layer(tensor: Tensor, axis: int, flow: LabelFlow, why: str) -> Layer | None:
-    """The labels of ``tensor`` along ``axis``; nothing is to be dropped along any other axis."""
+    """The layer of ``tensor`` along ``axis``, or None; dropping along any other axis is forbidden."""
     others = frozenset(range(tensor.ndim)) - {axis}
     return along(flow.all_without(flow.layers(tensor), others, why), axis)
 
@@ -133,7 +133,7 @@ def _produce(
 def _depthwise(
     read: Layer | None, weight: Tensor, bias: Tensor | None, repeats: int, flow: LabelFlow
 ) -> Layer | None:
-    """Every channel keeps to itself; with a multiplier, its outputs stay together.
+    """Tie every channel to its own kernels; with a channel multiplier these make several outputs.
 
     ``repeats`` is how many outputs each row makes: 1, or the multiplier of a transposed weight.
     """
@@ -159,7 +159,7 @@ def _grouped(
     kind: tuple[int, bool],
     flow: LabelFlow,
 ) -> Layer | None:
-    """Groups stay equal: channels at the same place of every group are tied."""
+    """Keep groups of equal size: channels at the same position of every group are tied."""
     columns, rows = parts
     groups, transposed = kind
     for layer in (read, columns if transposed else rows):
@@ -177,7 +177,7 @@ def _grouped(
 
 
 def _first_group(read: Layer, groups: int) -> Layer:
-    """The channels of the first group, which vanish where those of every group do."""
+    """The channels of the first group, which are 0 only where the tied channels of all groups are."""
     zero = read.zero.reshape(groups, -1).all(dim=0)
     return Layer(read.ids.reshape(groups, -1)[0], zero, (read,))
 

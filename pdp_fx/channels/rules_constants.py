@@ -1,4 +1,4 @@
-"""Tensors that are made inside the model: zeros, ones, ranges, random numbers."""
+"""Rules for operations that create tensors: zeros, ones, ranges, random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
     aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
 )  # fmt: skip
 def factory(call: Call, flow: LabelFlow) -> None:
-    """A tensor of one value throughout loses any index; one of different values keeps them all."""
+    """A tensor with one value everywhere can lose any index; one with different values keeps all."""
     result = call.result
     first = result.reshape(-1)[:1]
     if result.numel() < 2 or not bool((result == first).all()):
@@ -30,7 +30,7 @@ def factory(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
 def like(call: Call, flow: LabelFlow) -> None:
-    """A tensor of one value, or of none yet, in the shape of another carries the other's channels."""
+    """A constant or uninitialised tensor in the shape of another carries the other's channels."""
     zero = call.func.overloadpacket is not aten.empty_like and bool((call.result == 0).all())
     layers = flow.layers(call.args[0])
     flow.put(call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero)) for layer in layers])
@@ -38,14 +38,14 @@ def like(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.empty, aten.new_empty, aten.empty_strided)
 def unset(call: Call, flow: LabelFlow) -> None:
-    """Unset memory loses any index."""
+    """An uninitialised tensor can lose any index."""
     result = call.result
     flow.put(result, [free_layer(result, axis, False, flow) for axis, n in enumerate(result.shape) if n > 1])
 
 
 @rule(aten.randint, aten.randperm)
 def drawn_places(call: Call, flow: LabelFlow) -> None:
-    """Random places carry no channels."""
+    """Random indices carry no channels."""
     flow.put(call.result, ())
 
 
@@ -55,7 +55,7 @@ def drawn_places(call: Call, flow: LabelFlow) -> None:
     aten.native_dropout,
 )  # fmt: skip
 def drawn(call: Call, flow: LabelFlow) -> None:
-    """Each number is drawn in its turn, so that none can be left out."""
+    """Freeze the channels of random numbers: with fewer of them the others would be drawn differently."""
     why = "random numbers are drawn here in eval mode, too, and for fewer channels they would be others"
     flow.freeze_all(call.tensors(), why)
     for result in flat_tensors(call.result):
@@ -67,7 +67,7 @@ def drawn(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.zero_, aten.fill_)
 def filled(call: Call, flow: LabelFlow) -> None:
-    """One value everywhere belongs to the same channels; only zeros vanish with them."""
+    """Filling with one value keeps the channels; only filled with zeros is it 0 for dropped channels."""
     zero = call.func.overloadpacket is aten.zero_ or (call.func is aten.fill_.Scalar and call.args[1] == 0)
     layers = flow.layers(call.args[0])
     flow.put(

@@ -1,4 +1,4 @@
-"""Operations that choose places along one axis by an index, and leave channels along the others alone."""
+"""Rules for operations that choose positions along one axis by an index; channels along other axes can go."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CHOSEN = "its places along the axis of these channels are chosen by an index"
     aten.index_reduce_,
 )  # fmt: skip
 def rows_by_index(call: Call, flow: LabelFlow) -> None:
-    """Whole slices go where a vector says, as messages go to the nodes of a graph.
+    """Whole slices are written to the positions in a vector, such as messages to the nodes of a graph.
 
-    What meets at one place is added, replaced or reduced: nothing but zeros gives 0 in each case.
+    Slices that meet at one position are added, replaced or reduced; the result is surely 0 only if all are.
     """
     into, axis, index, source = call.args[:4]
     flow.freeze_all([index], CHOSEN)
@@ -33,7 +33,7 @@ def rows_by_index(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.index_fill, aten.index_fill_)
 def filled_by_index(call: Call, flow: LabelFlow) -> None:
-    """Whole slices are one number where a vector says."""
+    """Whole slices are filled with one number, at the positions in a vector."""
     into, axis, index, value = call.args[:4]
     flow.freeze_all([index], CHOSEN)
     stays_zero = not isinstance(value, Tensor) and value == 0
@@ -44,7 +44,7 @@ def filled_by_index(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.scatter_add, aten.scatter_add_, aten.scatter, aten.scatter_)
 def scatter(call: Call, flow: LabelFlow) -> None:
-    """Every element goes where its own index says, along one axis."""
+    """Every element is written to the position in its own index, along one axis."""
     into, axis, index, source = call.args[:4]
     if isinstance(source, Tensor) and not call.kwargs:
         _chosen(call, axis, [into, source], [index], flow)
@@ -55,7 +55,7 @@ def scatter(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.scatter_reduce, aten.scatter_reduce_)
 def scatter_reduce(call: Call, flow: LabelFlow) -> None:
-    """As `scatter`, and what meets at one place is reduced: nothing but zeros gives 0, whatever the way."""
+    """As `scatter`; elements that meet at one position are reduced, which surely gives 0 only for zeros."""
     into, axis, index, source = call.args[:4]
     _chosen(call, axis, [into, source], [index], flow)
 
@@ -80,9 +80,9 @@ def select_scatter(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.masked_scatter, aten.masked_scatter_)
 def masked_scatter(call: Call, flow: LabelFlow) -> None:
-    """Whole rows are replaced by those of another tensor, in their order, where a mask says.
+    """Rows are replaced by those of another tensor, in order, where a mask is True.
 
-    They are whole where the mask is the same along the last axis, as for features of images among words.
+    Whole rows are replaced if the mask is constant along the last axis, as for image features among words.
     """
     into, mask, source = call.args
     last = max(into.ndim - 1, 0)
@@ -114,7 +114,7 @@ def gather(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.diagonal)
 def diagonal(call: Call, flow: LabelFlow) -> None:
-    """Of both axes the same places go, or none: a diagonal beside the main one would move."""
+    """Both axes lose the same indices, or none: otherwise the diagonal would run elsewhere."""
     source, result = call.args[0], call.result
     first, second = (int(call.argument(at + 1, f"dim{at}", at - 1)) % source.ndim for at in (1, 2))
     both = frozenset({first, second})
@@ -138,7 +138,7 @@ def diagonal(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.index_put, aten.index_put_, aten._index_put_impl_)
 def index_put(call: Call, flow: LabelFlow) -> None:
-    """Whole slices are written where one index or mask says, as experts write their tokens."""
+    """Whole slices are written to the positions of one index or mask, such as the tokens of an expert."""
     into, indices, values = call.args[:3]
     chosen = [(axis, index) for axis, index in enumerate(indices) if index is not None]
     flow.freeze_all([index for _, index in chosen], CHOSEN)
@@ -156,20 +156,20 @@ def index_put(call: Call, flow: LabelFlow) -> None:
 
 
 def _with_axes(layer: Layer, axis: int, count: int, instead: int) -> Layer:
-    """The layer with other axes in the place of ``count`` along which it does not change."""
+    """The layer with ``instead`` axes in the place of ``count`` axes, along which it does not change."""
     shape = [*layer.ids.shape[:axis], *([1] * instead), *layer.ids.shape[axis + count :]]
     return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,))
 
 
 def _all_zero(merged: Layer, count: int) -> Layer:
-    """The layer of what is put together from several: 0 where the first ``count`` of them are."""
+    """The merged layer of several operands, 0 where the first ``count`` of them are."""
     made_of = merged.needs[:count]
     zero = torch.stack(torch.broadcast_tensors(*(layer.zero for layer in made_of))).all(dim=0)
     return Layer(merged.ids, zero, made_of)
 
 
 def _chosen(call: Call, axis: int, values: list[Tensor], indices: list[Tensor], flow: LabelFlow) -> None:
-    """Tie the labels of all operands along the other axes; zeros are those of the values."""
+    """Tie the labels of all operands along the other axes; the result is 0 where all ``values`` are."""
     axis %= max(call.result.ndim, 1)
     operands = [*values, *indices]
     shapes = {tuple(size for at, size in enumerate(tensor.shape) if at != axis) for tensor in operands}

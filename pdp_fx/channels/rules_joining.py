@@ -1,4 +1,4 @@
-"""Operations that lay channels side by side: cat, stack, padding."""
+"""Rules for operations that lay channels side by side: cat, stack, padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cat(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.stack)
 def stack(call: Call, flow: LabelFlow) -> None:
-    """Tie the labels of all tensors: none can lose a channel alone."""
+    """Tie the labels of all tensors, so that all lose the same channels."""
     tensors: list[Tensor] = list(call.args[0])
     axis = int(call.argument(1, "dim", 0)) % call.result.ndim
     views = [tensor.unsqueeze(axis) for tensor in tensors]
@@ -75,9 +75,9 @@ def tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
 
 
 def _without_bare_axes(across: list[list[Layer]], flow: LabelFlow) -> list[list[Layer]]:
-    """Drop nothing along an axis on which another tensor has no labels.
+    """Forbid dropping along an axis on which another tensor has no labels.
 
-    Of channels that lie along two axes, such as those of heads, whole slices across it can still go.
+    If channels also lie along another axis, as those of heads do, whole slices across the axis can still go.
     """
 
     def bare(covered: list[frozenset[int]]) -> frozenset[int]:

@@ -1,8 +1,7 @@
-"""Layout operations are executed on the labels themselves.
+"""Rules for layout operations, which are executed on the labels themselves.
 
-No index arithmetic is written down here: a view, permute or slice of a tensor is the same view,
-permute or slice of its labels. What these operations need of sizes written into the program is
-checked where the graph node is known (``resize``).
+There is no index arithmetic here: a view, permute or slice of a tensor is the same view, permute or slice of
+its labels. Sizes in the arguments of these operations are handled where the graph node is known (`resize`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ SIZED = frozenset({
     aten.channel_shuffle, aten.expand, aten.constant_pad_nd, aten.unsafe_split,
     aten.unsafe_split_with_sizes,
 })  # fmt: skip
-"""Operations that are told sizes, positions or counts, which may be those of a channel axis."""
+"""Operations with sizes, positions or counts as arguments, which may be those of a channel axis."""
 
 SHAPED = frozenset({aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand})
-"""Those of them that are told a shape."""
+"""Those of them that have a shape as an argument."""
 
 
 @rule(
@@ -50,7 +49,7 @@ def layout(call: Call, flow: LabelFlow) -> None:
         flow.put(call.result, ())
         return
     if packet is aten.view and isinstance(call.args[1], torch.dtype):
-        # Even those of 0 may be a number: there are two zeros.
+        # The bits of -0.0 are not all 0, so a dropped channel need not be 0 as another type.
         flow.freeze_all([source], "its bits are read as another type")
         flow.put(call.result, ())
         return
@@ -72,7 +71,7 @@ def layout(call: Call, flow: LabelFlow) -> None:
 
 
 def _keep_emptied(source: Tensor, result: Tensor, flow: LabelFlow) -> None:
-    """Keep the channels of which nothing is left to follow, as where an index has found nothing."""
+    """Freeze channels that go into an empty tensor, for example because an index has found nothing."""
     if result.numel() or not source.numel():
         return
     same = result.ndim == source.ndim
@@ -98,15 +97,14 @@ CUTS = frozenset({
 
 
 def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
-    """The layers of the source, where what is cut across other channels, or picked by number, stays."""
+    """The layers of the source; labels that are cut across other channels or picked by number are frozen."""
     source, packet = call.args[0], call.func.overloadpacket
     if packet is aten.pixel_unshuffle:
         swept = frozenset({source.ndim - 2, source.ndim - 1})
         return flow.all_without(flow.layers(source), swept, "these pixels become channels")
     if packet not in CUTS:
         return list(flow.layers(source))
-    names = [argument.name for argument in call.func._schema.arguments]
-    axis = int((dict(zip(names, call.args, strict=False)) | call.kwargs).get("dim", 0)) % source.ndim
+    axis = int(call.named().get("dim", 0)) % source.ndim
     layers: list[Layer] = []
     for layer in flow.layers(source):
         if axis in layer.support and len(layer.support) > 1:
@@ -137,7 +135,10 @@ def free_layer(tensor: Tensor, axis: int, zero: bool, flow: LabelFlow) -> Layer:
 
 
 def _without_overlap(layers: list[Layer], flow: LabelFlow) -> list[Layer]:
-    """Where axes are merged the outermost keeps its labels; those of a broadcast axis go first."""
+    """At most one layer for each axis: of merged axes the outermost keeps its labels, the others are frozen.
+
+    Labels of broadcast axes give way to all others.
+    """
     real = sorted((layer for layer in layers if not layer.free), key=_first_axis)
     kept: list[Layer] = []
     for layer in real + [layer for layer in layers if layer.free]:
@@ -154,21 +155,21 @@ def _first_axis(layer: Layer) -> int:
 
 
 def _note_part(before: Layer, part: Layer, call: Call, flow: LabelFlow) -> None:
-    """Note channels that are cut or picked out of others: not all of them may go.
+    """Note channels that are split off or picked out of others: one of them must stay.
 
-    Of a broadcast axis that holds for a single index, which will be broadcast again.
+    On a broadcast axis that is necessary only for a single index, which will be broadcast again.
     """
     chosen = call.func.overloadpacket in CUTS or call.func.overloadpacket is aten.index
     some = part.ids.numel() != before.ids.numel() and (not part.free or part.ids.numel() == 1)
     if chosen and len(before.support) == 1 and some:
         flow.record.parts.append(part.ids.reshape(-1))
     if part.ids.numel() == 1 < before.ids.numel() and _picks(call):
-        # An axis of one index has no labels from which the index could be written anew.
+        # An axis with one index carries no labels, from which the index could be updated.
         flow.freeze(before.ids, PICKED, PICKED_REMEDY)
 
 
 def _picks(call: Call) -> bool:
-    """Whether places are picked one by one, or leave gaps between them."""
+    """Whether the operation picks indices one by one, or with gaps between them."""
     if call.func.overloadpacket is aten.slice:
         return int(call.argument(4, "step", 1)) > 1
     return call.func.overloadpacket in (aten.index, aten.index_select)
@@ -181,9 +182,9 @@ def laid_out_anew(before: Layer, after: Layer) -> bool:
 
 
 def _is_told(before: Layer, after: Layer, place: int, call: Call) -> bool:
-    """Whether an operation is told sizes or places of these labels: with fewer of them it does another thing.
+    """Whether the operation depends on sizes or positions of these labels, and needs new ones for fewer.
 
-    It may be so although all are where they were: a view by the shape that a tensor has, a whole turn.
+    That can be so even if no label has moved: in a view by the tensor's own shape, or a roll by its length.
     """
     if laid_out_anew(before, after):
         return True
@@ -193,7 +194,7 @@ def _is_told(before: Layer, after: Layer, place: int, call: Call) -> bool:
 
 
 def _keeps_up(layer: Layer, axis: int, left: int, place: int, call: Call) -> bool:
-    """Whether an operation that changes nothing does so, too, with ``left`` labels along an axis."""
+    """Whether an operation that moves no label moves none, either, with ``left`` labels along the axis."""
     ids = layer.ids.narrow(axis, 0, left)
     shape = [left if at == axis else size for at, size in enumerate(call.args[0].shape)]
     try:

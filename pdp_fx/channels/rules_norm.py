@@ -58,25 +58,26 @@ def _uses_own_statistics(call: Call) -> bool:
 
 @rule(aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm)
 def channel_statistics(call: Call, flow: LabelFlow) -> None:
-    """Statistics over the channels themselves need a mask, or every channel to stay."""
+    """If statistics run over the channels themselves, the norm needs a mask, or every channel stays."""
     source, result = call.args[0], call.result[0]
     name = call.func.overloadpacket.__name__.removeprefix("native_").removeprefix("_fused_")
     affine = [tensor for tensor in call.args[1:] if isinstance(tensor, Tensor)]
     why = f"the statistics of {name} run over these channels"
     normalised, groups = _normalised_axes(call), _groups(call)
     axis = 1 if groups else source.ndim - 1
+    over_channels = groups > 0 or normalised == frozenset({axis})
     kept: list[Layer] = []
     masked = False
     for layer in flow.layers(source):
-        if layer.support == frozenset({axis}) and (groups or normalised == frozenset({axis})):
-            if groups > 1:
-                _keep_even(layer.ids.reshape(groups, -1), flow)
-            if flow.normalise(layer, axis, why, gated=not groups):
-                masked = True
-                kept.append(Layer(layer.ids, torch.ones_like(layer.zero)))
-                for tensor in affine:
-                    _tie_affine(tensor, layer, flow)
-                continue
+        is_normalised = over_channels and layer.support == frozenset({axis})
+        if is_normalised and groups > 1:
+            _keep_even(layer.ids.reshape(groups, -1), flow)
+        if is_normalised and flow.normalise(layer, axis, why, gated=not groups):
+            masked = True
+            kept.append(Layer(layer.ids, torch.ones_like(layer.zero)))
+            for tensor in affine:
+                _tie_affine(tensor, layer, flow)
+            continue
         moved = flow.without(layer, normalised, why)
         if moved is not None:
             kept.append(Layer(moved.ids, moved.zero & (len(affine) < 2), (moved,)))
@@ -86,7 +87,7 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
 
 
 def _keep_even(grid: Tensor, flow: LabelFlow) -> None:
-    """Keep groups of one size: whole ones go where each is of one class, else the same places of all."""
+    """Keep groups of equal size: whole groups go if each is one class, else the same positions of all."""
     classes = flow.classes(grid)
     if (classes != classes[:, :1]).any():
         flow.bind(grid, grid[:1])
@@ -122,14 +123,14 @@ SPATIAL = {
     aten.replication_pad1d: 1, aten.reflection_pad3d: 3, aten.replication_pad3d: 3, aten.max_pool2d: 2,
     aten.adaptive_avg_pool1d: 1, aten.avg_pool1d: 1,
 }  # fmt: skip
-"""Operations on the last axes only, by their number; zero stays zero in all of them."""
+"""Operations on the last axes only, with the number of these axes; zero stays zero in all of them."""
 
 
 @rule(*SPATIAL)
 def spatial(call: Call, flow: LabelFlow) -> None:
-    """Pooling, resampling and border padding keep the channels and freeze the axes they sweep.
+    """Pooling, resampling and border padding keep the channels, and freeze labels along the axes they sweep.
 
-    The places of the greatest values, which come beside them, are never 0.
+    Max pooling also returns the indices of the largest values, which are not 0 for dropped channels.
     """
     source = call.args[0]
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
@@ -143,7 +144,7 @@ def spatial(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.max_unpool2d, aten.max_unpool3d)
 def unpooling(call: Call, flow: LabelFlow) -> None:
-    """The greatest values go back to their places, with zeros around them; channels stay apart."""
+    """Unpooling puts values back to the indices they came from, with zeros elsewhere, channel by channel."""
     source, places = call.args[:2]
     axis = source.ndim - (3 if call.func.overloadpacket is aten.max_unpool2d else 4)
     why = "it lies along an axis that is unpooled"
@@ -169,7 +170,7 @@ def _axes(source: Tensor, axes: Any) -> frozenset[int]:
     aten.count_nonzero,
 )  # fmt: skip
 def reduction(call: Call, flow: LabelFlow) -> None:
-    """Reducing other axes keeps the channels; summing channels needs them to be 0; the rest freezes."""
+    """Reducing other axes keeps channels; a sum over channels needs them to be 0; the rest freezes them."""
     packet = call.func.overloadpacket
     if packet in (aten.max, aten.min) and len(call.tensors()) > 1:
         flow.freeze_all(call.tensors(), f"no channel rule for {call.func}")
@@ -196,9 +197,8 @@ def reduction(call: Call, flow: LabelFlow) -> None:
 
 def _reduction_arguments(call: Call) -> tuple[Tensor, bool, frozenset[int]]:
     source: Tensor = call.args[0]
-    names = [argument.name for argument in call.func._schema.arguments]
-    bound = dict(zip(names, call.args, strict=False)) | call.kwargs
-    return source, bool(bound.get("keepdim", False)), _axes(source, bound.get("dim"))
+    given = call.named()
+    return source, bool(given.get("keepdim", False)), _axes(source, given.get("dim"))
 
 
 _VANISHING = frozenset({

@@ -1,7 +1,7 @@
-"""Pointwise operations tie the channels of their operands.
+"""Rules for pointwise operations, which tie the channels of their operands.
 
-Whether a dropped channel is still exactly 0 afterwards is not read off a table: the operation is
-run on small tensors, with 0 in the operands that vanish and other values everywhere else.
+Whether a dropped channel is exactly 0 in the result is found by a trial, not by a table: the operation is run
+on small tensors, with 0 in the operands that are 0 for dropped channels, and other values elsewhere.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pointwise(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.rrelu_with_noise, aten.rrelu_with_noise_, aten.log_sigmoid_forward)
 def with_scratch(call: Call, flow: LabelFlow) -> None:
-    """A function of each number of the first tensor; what else is given or returned is scratch memory."""
+    """An element-wise function of the first tensor; other operands and results are scratch memory."""
     zero = call.func.overloadpacket is not aten.log_sigmoid_forward
     result, *scratch = [call.result] if isinstance(call.result, Tensor) else call.result
     layers = flow.layers(call.args[0])
@@ -72,7 +72,7 @@ def with_scratch(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.bucketize, aten.searchsorted, aten.isin)
 def looked_up(call: Call, flow: LabelFlow) -> None:
-    """A place in a table, or whether it is there, for each number: never 0 for sure."""
+    """An index in a table, or whether the number is in it, for each number; it need not be 0 for 0."""
     place = 1 if call.func.overloadpacket is aten.searchsorted else 0
     numbers, table = call.args[place], call.args[1 - place]
     if not isinstance(numbers, Tensor) or not isinstance(table, Tensor) or table.ndim != 1:
@@ -107,7 +107,7 @@ def lift(layers: tuple[Layer, ...], ndim: int) -> tuple[Layer, ...]:
 def _avoid_bare_values(
     operands: list[Tensor], lifted: list[tuple[Layer, ...]], call: Call, flow: LabelFlow
 ) -> list[list[Layer]]:
-    """Drop nothing along an axis on which another operand has values but no labels."""
+    """Forbid dropping along an axis on which another operand has values but no labels."""
     ndim = call.result.ndim
     sizes = [(1,) * (ndim - operand.ndim) + tuple(operand.shape) for operand in operands]
 
@@ -125,14 +125,15 @@ def meeting(
     why: str,
     flow: LabelFlow,
 ) -> list[list[Layer]]:
-    """The layers of operands that meet, with nothing to drop along axes on which one has none.
+    """The layers of operands whose elements meet, without dropping along axes on which one has no labels.
 
-    Channels inside a head that meet values shared by all heads stay; heads, the outer axis, can go.
+    If channels of heads meet values that all heads share, the channels inside a head stay, but whole heads,
+    the outer axis, can go.
 
     Args:
-        operands: the layers of each.
-        bare: along which axes nothing can go, given the axes along which each operand has layers.
-        why: said of channels that stay because of it.
+        operands: the layers of each operand.
+        bare: the axes along which nothing can be dropped, given the axes that each operand has layers on.
+        why: the reason for channels that stay.
         flow: the labels.
     """
     kept = [list(layers) for layers in operands]
@@ -193,9 +194,10 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
 def _zero_of(
     call: Call, operands: list[int], flags: list[Tensor], flagged: frozenset[int]
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Where the result vanishes, and the smallest set of operands that suffices for it.
+    """Where the result is 0 for dropped channels, and the smallest set of operands that suffices for it.
 
-    What is divided by something that vanishes with it, as one of the ``flagged`` may, is no 0.
+    Each set is also tried together with all ``flagged`` operands, which may be 0 at the same time: 0 / 0 is
+    not 0.
     """
     zero = torch.zeros_like(flags[0])
     best: tuple[int, ...] = tuple(range(len(operands)))
@@ -215,7 +217,7 @@ def _zero_of(
 def breaks_at_zero(call: Call, zeros: frozenset[int]) -> bool:
     """Whether finite numbers become infinite or NaN when these operands are 0, as in a logarithm or 0 / 0.
 
-    Not even a mask on what reads them makes a 0 of that.
+    A mask on the weights that read such values cannot make the product 0.
     """
     with contextlib.suppress(RuntimeError, TypeError, ValueError):
         return not bool(_probed(call, zeros, 0.1).isfinite().all()) and bool(
@@ -232,9 +234,10 @@ def vanishes(call: Call, zeros: frozenset[int]) -> bool:
 
 
 def _probed(call: Call, zeros: frozenset[int], least: float, most: float = 0.9) -> Tensor:
-    """What the operation gives for 0 in these operands, and other values from a range in the others.
+    """The result of the operation for 0 in the operands ``zeros``, and values from a range in the others.
 
-    What a mask leaves of a negative number is -0.0, so both zeros are tried, in all combinations of four.
+    A negative number times a mask of 0 is -0.0, so 0.0 and -0.0 are tried in all combinations, for up to four
+    operands.
     """
     seen, order = -1, sorted(zeros)
 

@@ -1,4 +1,4 @@
-"""Values taken from images at given places: grid sampling, and the region pooling of torchvision."""
+"""Rules for sampling images at given positions: grid sampling, and the region pooling of torchvision."""
 
 from __future__ import annotations
 

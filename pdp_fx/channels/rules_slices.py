@@ -1,6 +1,6 @@
-"""Operations that treat every slice along some axes by itself: running sums, sorting, Fourier transforms.
+"""Rules for operations on slices along some axes: running sums, sorting, Fourier transforms.
 
-Channels along other axes keep to themselves, and those along such an axis stay.
+Channels along these axes stay; channels along the other axes do not mix and can go.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEVER_ZERO = frozenset({aten.logcumsumexp, aten.logsumexp})
     aten.logcumsumexp, aten.logsumexp, aten._fft_r2c, aten._fft_c2r, aten._fft_c2c, aten.rot90,
 )  # fmt: skip
 def slices(call: Call, flow: LabelFlow) -> None:
-    """Keep the channels along other axes; the places in a slice that are returned beside it are never 0."""
+    """Freeze channels along the slices, and keep others; indices that are returned need not be 0 for 0."""
     source: Tensor = call.args[0]
     axes, packet = _axes(call), call.func.overloadpacket
     why = f"{packet.__name__.removeprefix('_')} runs over these channels"
@@ -40,9 +40,7 @@ def slices(call: Call, flow: LabelFlow) -> None:
 
 def _axes(call: Call) -> frozenset[int]:
     """The axes that an operation runs along: those it names, its default, or all."""
-    arguments = call.func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), call.args, strict=False)) | call.kwargs
-    default = {argument.name: argument.default_value for argument in arguments}
+    given, default = call.named(), {a.name: a.default_value for a in call.func._schema.arguments}
     named: Any = given.get("dims", given.get("dim", default.get("dim", default.get("dims"))))
     ndim = call.args[0].ndim
     listed = range(ndim) if named is None else [named] if isinstance(named, int) else named

@@ -1,4 +1,4 @@
-"""Operations that are made for computed weights."""
+"""Rules for operations that only compute weights."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class _FlowInterpreter(fx.Interpreter):
             keep_scale(self.flow, *self.fetch_args_kwargs_from_env(n))
         result = self.run_followed(n)
         if self.flow.looked and n.meta.get("opaque") == DIFFERS_BY_MODE:
-            # In eval mode, too, it may take another way.
+            # It has read a number out of a tensor, so in eval mode, too, it may act differently next time.
             result = self.run_unseen(n)
         self.after(n, self.flow, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -55,7 +55,7 @@ class _FlowInterpreter(fx.Interpreter):
         return result
 
     def run_followed(self, node: fx.Node) -> Any:
-        """Run a node and follow the labels through it, as far as they can be."""
+        """Run a node with labels, or without them if it is opaque."""
         if pools_regions(self.module, node):
             with no_dispatch():
                 result = super().run_node(node)
@@ -64,12 +64,12 @@ class _FlowInterpreter(fx.Interpreter):
         return self.run_unseen(node) if is_opaque(self.module, node) else super().run_node(node)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as the generated code would pass them: in lists and dicts that can be changed."""
+        """The arguments as generated code would pass them: fx's immutable lists and dicts as plain ones."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return tuple(_changeable(arg) for arg in args), {key: _changeable(arg) for key, arg in kwargs.items()}
 
     def run_unseen(self, node: fx.Node) -> Any:
-        """Run what depends on its inputs: another input may take another way through it."""
+        """Run a node whose code may act differently on other inputs: freeze all labels that go in."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         called = called_module(node)
@@ -85,7 +85,7 @@ class _FlowInterpreter(fx.Interpreter):
 
 
 def _why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
-    """Why channels are not followed through something, and what would change it."""
+    """Why channels are not followed through a node, and what would change it."""
     kind, how = node.name if inside is None else type(inside).__name__, node.meta.get("opaque")
     if isinstance(inside, torch.jit.ScriptModule):
         return f"{kind} is compiled by TorchScript", "script the converted model instead"
@@ -97,6 +97,7 @@ def _why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
 
 
 def _changeable(value: Any) -> Any:
+    """A copy with plain lists and dicts."""
     if isinstance(value, dict):
         return {key: _changeable(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -105,13 +106,13 @@ def _changeable(value: Any) -> Any:
 
 
 KNOWN_HOMES = ("torch.nn.", "torch.ao.nn.", "pdp_fx.ops.", "pdp_fx.masks")
-"""Where the classes live whose inside is the same for every input."""
+"""The Python modules whose classes compute the same operations for every input."""
 
 
 def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
-    """Whether ``node`` is a part of the model that was kept whole, because it depends on its inputs.
+    """Whether ``node`` was kept whole by the tracer because its code depends on its inputs.
 
-    A module that only acts differently in training mode always does the same in eval mode.
+    A module that only acts differently in training mode is not opaque: in eval mode it always does the same.
     """
     reason = node.meta.get("opaque")
     if reason == DIFFERS_BY_MODE:
@@ -141,9 +142,17 @@ def run(
     after: After,
     can_mask: Callable[[fx.Node], bool],
 ) -> Any:
-    """Run ``gm`` on ``inputs`` in eval mode with ``flow`` watching, and return what it gives."""
+    """Run ``gm`` on ``inputs`` in eval mode and return its output.
+
+    Args:
+        gm: the graph module.
+        inputs: positional and keyword arguments.
+        flow: moves the labels.
+        after: called after each node with the node, ``flow`` and the result.
+        can_mask: whether a node is a norm that can be given a mask.
+    """
     placed = place_arguments(gm, inputs)
-    # Under autocast, weights that were cast before would be met as tensors that nobody knows.
+    # Otherwise autocast would reuse earlier casts of weights, tensors that carry no labels.
     torch.clear_autocast_cache()
     with evaluating(gm), torch.no_grad(), flow:
         return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)

@@ -1,4 +1,4 @@
-"""The numbers that a graph will work out once channels are gone."""
+"""The numbers that a graph will compute once channels are removed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SmallNumbers:
     """Follows sizes that are read off tensors through arithmetic.
 
     Args:
-        found: the channels, and what all nodes gave before any of them went.
+        found: the channel structure, with the old results of all nodes.
         gone: for every class whether it is dropped.
-        changing: the number nodes that depend on how many channels there are.
+        changing: the names of the nodes whose number depends on how many channels there are.
     """
 
     def __init__(self, found: ChannelMap, gone: np.ndarray, changing: frozenset[str]) -> None:
@@ -29,7 +29,7 @@ class SmallNumbers:
         self._known: dict[fx.Node, Any] = {}
 
     def value(self, node: fx.Node) -> Any:
-        """The number that ``node`` will give, or None if that is not known."""
+        """The new number of ``node``, or None if it is not known."""
         if node.name not in self._changing:
             return self._found.numbers.get(node.name)
         if node not in self._known:
@@ -39,7 +39,7 @@ class SmallNumbers:
         return self._known[node]
 
     def repeats(self, node: fx.Node) -> bool:
-        """Whether a node reads the size of an axis along which channels repeat, as with the batch in it."""
+        """Whether a node reads the size of an axis with repeated labels, as of channels times batch."""
         source = node.args[0] if node.args else None
         given = self._found.given(source) if isinstance(source, fx.Node) and node.target == "size" else None
         axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")

@@ -1,4 +1,4 @@
-"""What a model stores: parameters, buffers, and tensors that are computed from those and constants only."""
+"""The *stored* tensors of a run: parameters, buffers, and what is computed from these and constants only."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from pdp_fx.tracing.structure import flat_tensors
 
 
 class Stored:
-    """The stored tensors of a run, with the names of those that have one.
+    """The stored tensors of a run, and their names.
 
-    A computed weight can stand for a parameter; it then has its name.
+    A computed weight that stands for a parameter has the parameter's name.
 
     Args:
         gm: the graph module that runs.
@@ -45,7 +45,7 @@ class Stored:
         return self._names.get(id(tensor), "")
 
     def follow(self, call: Call) -> None:
-        """Note whether what an operation gives is computed from stored tensors only."""
+        """Note whether the results of an operation are computed from stored tensors only."""
         sources = call.tensors()
         stored = all(tensor in self for tensor in sources)
         lost = {slot: None for tensor in sources for slot in self.lost_by(tensor)} if stored else {}
@@ -65,11 +65,11 @@ class Stored:
         self._lost[value] = ()
 
     def lost_by(self, tensor: Tensor) -> tuple[Slot, ...]:
-        """The rows of parameters that were lost track of on the way to a tensor."""
+        """The parameter rows whose labels were lost on the way to a tensor."""
         return self._lost.get(tensor) or ()
 
     def lose(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
-        """Note that rows were lost track of on the way to a stored tensor."""
+        """Note that the labels of parameter rows were lost on the way to a stored tensor."""
         if tensor in self:
             self._lost[tensor] += tuple(s for s in slots if s.axis == 0 and s.tensor not in self.buffers)
 
@@ -78,7 +78,7 @@ class Stored:
 
         Args:
             weight: a stored tensor.
-            behind: what is behind each of its layers of labels.
+            behind: for each of its label layers, the parameter axes that it comes from (`labels.origins`).
         """
         own = self.name(weight)
         if own:

@@ -1,7 +1,8 @@
-"""Residual streams: channels that a layer adds to after it has read them.
+"""Residual streams: channels that a layer reads and then adds its output to.
 
-A norm over the channels inside a block can have masked statistics without anybody noticing. A
-stream runs through the whole network, every norm on its way included, so pruning it is asked for.
+Norms inside a block get masked statistics whenever their channels are pruned. A residual stream runs through
+the whole network and through every norm on its way, so it is pruned only if the rule says
+``through_norms=True``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a subscript of a tensor, such as x[:, 3:, [0, 2]], is written anew for the channels that stay."""
+"""How to update a subscript of a tensor, such as x[:, 3:, [0, 2]], for the channels that stay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_index(part: Any) -> bool:
 
 
 def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
-    """The place of every part of a subscript, with the tensor axis that it indexes."""
+    """The position of every part of a subscript, with the tensor axis that it indexes."""
     consumed = sum(part is not None and part is not Ellipsis for part in parts)
     placed: list[tuple[int, int]] = []
     axis = 0
@@ -40,9 +40,9 @@ def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
 
 
 def subscript_fits(node: fx.Node, record: Record) -> bool:
-    """Numbers, slices, and at most one list of places; what is picked must be told apart by its labels.
+    """Fits numbers, slices, and at most one list of indices; picked channels must have distinct labels.
 
-    Where a subscript is assigned to, there is no result to read off what was picked.
+    Assigning to picked channels does not fit: without a result, its labels cannot say what was picked.
     """
     source = node.args[0]
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
@@ -56,11 +56,11 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     axes = varying_axes(node, record)
     picked = {axis for place, axis in _placed(parts, len(values[0].shape)) if _picks(parts[place])} - axes
     among = [layer for layer in values[0].layers if layer.support & picked]
-    return not among if node.target is operator.setitem else all(distinct(layer.ids) for layer in among)
+    return not among if node.target is operator.setitem else all(are_distinct(layer.ids) for layer in among)
 
 
 def varying_axes(node: fx.Node, record: Record) -> frozenset[int]:
-    """Along which axes the next call may pick others: channels that lie along them have to stay."""
+    """The axes along which the next call may pick other channels, so that these have to stay."""
     source = node.args[0]
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
     parts = _parts(node)
@@ -83,8 +83,8 @@ def _picks(part: Any) -> bool:
     return not isinstance(part, int) and not (isinstance(part, slice) and part.step in (None, 1))
 
 
-def distinct(ids: Tensor) -> bool:
-    """Whether no label is there twice."""
+def are_distinct(ids: Tensor) -> bool:
+    """Whether no label occurs twice."""
     return len(ids.unique()) == ids.numel()
 
 
@@ -93,7 +93,7 @@ def _is_tensor(part: Any, record: Record) -> bool:
 
 
 def subscript(node: fx.Node, job: Job) -> None:
-    """Write the subscript for the places that stay."""
+    """Update the subscript for the indices that stay."""
     parts = _parts(node)
     source = job.source
     for place, axis in _placed(parts, len(source.value.shape)):
@@ -122,9 +122,9 @@ def subscript(node: fx.Node, job: Job) -> None:
 
 
 def chosen(job: Job, axis: int) -> list[int]:
-    """Which of the places that stay along ``axis`` the result has, in its order.
+    """The indices, among those that stay along ``axis``, that the result consists of, in its order.
 
-    Read off the labels: those of the result are those of the source, chosen and reordered.
+    They follow from the labels: those of the result are labels of the source, chosen and reordered.
     """
     source, result = job.source.labels(axis), _labels_like(job, axis)
     place_of = {label: place for place, label in enumerate(source.tolist())}

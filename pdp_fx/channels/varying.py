@@ -1,7 +1,7 @@
-"""Which values may be others at the next call, although nothing in the graph has changed.
+"""Which values may differ at the next call of the same graph.
 
-They follow from inputs, weights, chance, or sizes of axes that no weight makes. What they choose along an
-axis of channels cannot be written down for the channels that stay.
+They depend on inputs, weights, random numbers, or sizes of axes that are not channels of any weight. If such
+a value chooses channels, the choice cannot be rewritten for the channels that stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdp_fx.weights.sources import asks_kind, asks_size
 
 
 def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) -> None:
-    """Note whether what ``node`` gives may be another at the next call.
+    """Note whether the result of ``node`` may differ at the next call.
 
     Args:
         gm: the graph module that runs.
@@ -29,7 +29,7 @@ def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) 
         record.varying.add(node.name)
     elif node.op == "get_attr":
         stored = attribute(gm, node.target)
-        # Tables of whole numbers are compared before channels are removed.
+        # `convert` checks that tables of whole numbers are those of `prepare`.
         if isinstance(stored, nn.Parameter) or (isinstance(stored, Tensor) and stored.is_floating_point()):
             record.varying.add(node.name)
     elif asks_size(node):
@@ -39,7 +39,7 @@ def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) 
 
 
 def _note_size(node: fx.Node, record: Record) -> None:
-    """Sizes of axes of channels are those of weights; others are given anew with every call."""
+    """Note whether a size that ``node`` reads may differ: only axes of channels have fixed sizes."""
     source: Any = node.args[0]
     asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
@@ -58,7 +58,7 @@ def _note_size(node: fx.Node, record: Record) -> None:
 
 
 def _is_varying(source: fx.Node, user: fx.Node, record: Record) -> bool:
-    """Whether what ``user`` reads of ``source`` varies: of a shape that may be a single size."""
+    """Whether what ``user`` reads of ``source`` varies; of a shape it may read a single size."""
     if source.name not in record.free_axes:
         return source.name in record.varying
     free, rank = record.free_axes[source.name]
@@ -67,6 +67,6 @@ def _is_varying(source: fx.Node, user: fx.Node, record: Record) -> bool:
 
 
 def given_varying(node: fx.Node, record: Record) -> bool:
-    """Whether ``node`` is told something, beside its first argument, that varies."""
+    """Whether any argument of ``node`` but the first varies."""
     source = node.args[0] if node.args else None
     return any(given.name in record.varying for given in node.all_input_nodes if given is not source)

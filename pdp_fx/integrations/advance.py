@@ -1,4 +1,4 @@
-"""What the callbacks have in common."""
+"""The common part of the callbacks: advancing the schedule if its unit fits."""
 
 from torch import nn
 

@@ -53,7 +53,7 @@ class PruningCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Advance a schedule that counts epochs, where nobody knew which step would be the last."""
+        """Advance a schedule that counts epochs, if `on_step_end` could not tell which step was the last."""
         self._count_epoch(kwargs["model"])
 
     def _count_epoch(self, model: nn.Module) -> None:

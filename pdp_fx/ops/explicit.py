@@ -1,8 +1,8 @@
-"""torch.nn modules whose parameters arrive as arguments.
+"""torch.nn modules that take their parameters as arguments.
 
-A masked weight has to be a value in the graph, while the module that owns the raw parameter keeps
-its place and its name. Each class here is the module of the same name whose ``forward`` takes
-``weight`` and ``bias`` beside the input; one that is not given is the module's own.
+A masked weight has to be a value in the graph, while the module that owns the parameter keeps its place and
+its name. Each class here is the torch.nn module of the same name, with a ``forward`` that also takes
+``weight`` and ``bias``; an argument that is None stands for the module's own parameter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recurrent torch.nn modules whose parameters arrive as arguments, under the modules' own names for them."""
+"""Recurrent torch.nn modules that take their parameters as keyword arguments, by the parameters' names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def _holding(module: nn.Module, given: Mapping[str, Tensor]) -> Generator[None]:
-    """Let a module read the given tensors in the place of its parameters."""
+    """Replace parameters of a module by the given tensors inside the block."""
     table, listed = vars(module)["_parameters"], vars(module).get("_flat_weights")
     vars(module)["_parameters"] = {**table, **given}
     if listed is not None:

@@ -1,4 +1,4 @@
-"""Whether numbers are numbers, in one pass over them."""
+"""Checking for NaN and infinity in one pass."""
 
 from torch import Tensor
 
@@ -6,8 +6,8 @@ from torch import Tensor
 def all_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite.
 
-    One of them makes the sum NaN or infinite, too. A sum may also overflow by itself, so only one that does
-    not is an answer; it costs a fraction of `torch.isfinite`, which writes several tensors of this size.
+    If a value is, so is the sum. A sum may also overflow by itself, so only a finite sum is an answer. It
+    costs a fraction of `torch.isfinite`, which writes several tensors of this size.
 
     Args:
         tensor: any shape and any dtype.

@@ -1,7 +1,7 @@
-"""Layers and BatchNorms as something that can be folded, be they modules or functions.
+"""Layers and BatchNorms in one form for `fold_batch_norm`, whether they are modules or functions.
 
-A function that is given parameters as they are does what the module of the same name does, so it is
-seen as such a module.
+A function that is given stored parameters unchanged computes what the module of the same name computes, so it
+is represented by such a module.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Unfolded:
     """A layer or a BatchNorm.
 
     Attributes:
-        module: the module, or one made for what a function does; its tensors are copies then.
+        module: the module; for a function, a module made for it, whose tensors are copies.
         parts: the modules, parameters and buffers in use, none of which may be used elsewhere.
-        fold: of a layer, the way to fold a BatchNorm into it.
-        ranks: of a BatchNorm, the numbers of axes that its input may have.
-        trainable: of a layer, whether its weight is trained.
-        reads: of a function, the nodes that read its tensors, by the names that a module gives them.
+        fold: for a layer, computes the weight and bias with a BatchNorm folded in.
+        ranks: for a BatchNorm, the numbers of axes that its input may have.
+        trainable: for a layer, whether its weight is trained.
+        reads: for a function, the nodes that read its tensors, by the names that a module gives them.
     """
 
     module: nn.Module
@@ -76,7 +76,7 @@ def layer_at(gm: fx.GraphModule, node: fx.Node) -> Unfolded | None:
 
 
 def norm_at(gm: fx.GraphModule, node: fx.Node) -> Unfolded | None:
-    """The BatchNorm with statistics of its own that ``node`` is in eval mode, or None."""
+    """The BatchNorm that ``node`` is in eval mode, if it uses running statistics, or None."""
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
         ranks = _ANY_RANK if type(module) is nn.SyncBatchNorm else getattr(kind_of(module), "norm_ranks", ())

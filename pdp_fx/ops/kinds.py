@@ -73,18 +73,18 @@ def groups_left(stays: np.ndarray, groups: int) -> int:
 
 
 def _refresh_nothing(module: nn.Module, stays: np.ndarray | None) -> None:
-    """No channels of a recurrent module go."""
+    """Do nothing: channels of recurrent modules are never removed."""
 
 
 def fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Every row of the weight makes one output channel."""
+    """The weight and bias of a layer with a BatchNorm folded in; rows of the weight are output channels."""
     layer, (scale, shift) = cast(nn.Conv2d, module), _affine(norm)
     weight = layer.weight * scale.reshape(-1, *[1] * (layer.weight.ndim - 1))
     return weight, shift if layer.bias is None else shift + layer.bias * scale
 
 
 def fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """A weight (inputs, outputs / groups, ...) holds the outputs of a group in the rows of that group."""
+    """`fold_rows` for a transposed convolution, whose weight is (inputs, outputs / groups, ...)."""
     layer, (scale, shift) = cast(nn.ConvTranspose2d, module), _affine(norm)
     rows = scale.reshape(layer.groups, 1, -1).expand(-1, layer.in_channels // layer.groups, -1).flatten(0, 1)
     weight = layer.weight * rows.reshape(*rows.shape, *[1] * (layer.weight.ndim - 2))
@@ -92,7 +92,7 @@ def fold_transposed(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]
 
 
 def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """What BatchNorm does in eval mode: multiply by the first, add the second."""
+    """The factor and the summand of BatchNorm in eval mode, one for each channel."""
     stored: Any = norm
     scale = torch.rsqrt(stored.running_var + stored.eps)
     scale = scale if stored.weight is None else stored.weight * scale
@@ -105,15 +105,15 @@ class ModuleKind:
     """One torch.nn module type.
 
     Attributes:
-        plain: the type itself; subclasses do not count, they may compute anything.
+        plain: the type itself; subclasses do not count, since they may compute anything.
         explicit: the same module with parameters as arguments (`pdp_fx.ops.explicit`).
-        parameters: the parameters that can be given; of a recurrent module, which has names for each of its
-            layers, none is listed here.
+        parameters: the parameters that can be passed as arguments; empty for a recurrent module, whose
+            parameters depend on its number of layers.
         prunable: whether its weights are pruned unstructured or N:M.
         refresh: updates the module's sizes from its tensors and from which of its input channels stay.
-        fold: the weight and bias that also do the work of a BatchNorm after the module.
-        takes_mask: whether the explicit module takes a mask of the channels it normalises.
-        norm_ranks: of a BatchNorm, which can be folded, the numbers of axes that its input may have.
+        fold: computes the weight and bias that include a BatchNorm after the module.
+        takes_mask: whether the explicit module takes a mask of the channels that it normalises.
+        norm_ranks: for a BatchNorm that can be folded, the numbers of axes that its input may have.
     """
 
     plain: type[nn.Module]
@@ -126,11 +126,11 @@ class ModuleKind:
     takes_mask: bool = False
 
     def given_to(self, module: nn.Module) -> tuple[str, ...]:
-        """The parameters that can be given to a module of this kind."""
+        """The parameters that can be passed to a module of this kind as arguments."""
         return self.parameters or tuple(name for name, _ in module.named_parameters(recurse=False))
 
     def weights_of(self, module: nn.Module) -> tuple[str, ...]:
-        """Those that are pruned unstructured or N:M: matrices and kernels."""
+        """The parameters that are pruned unstructured or N:M: matrices and kernels."""
         return tuple(name for name in self.given_to(module) if self.prunable and name.startswith("weight"))
 
 

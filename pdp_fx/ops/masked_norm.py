@@ -1,13 +1,13 @@
-"""Norms whose statistics run over the kept channels.
+"""Norms whose statistics run over the kept channels only.
 
-LayerNorm, RMSNorm and GroupNorm average over the channels themselves. If a dropped channel took
-part, even as a zero, removing it would change every other channel. Here each channel counts with
-the value of its mask m:
+LayerNorm, RMSNorm and GroupNorm average over the channels themselves. If a dropped channel took part in
+the statistics, even as zeros, removing it would change every other channel. Here each channel is weighted by
+its mask m:
 
     mean = sum(m x) / sum(m),   var = sum(m (x - mean)^2) / sum(m),   y = m (weight x' + bias)
 
-With a hard mask this is exactly the norm of the channels that stay; while all masks are 1 it is
-the plain function, bit for bit. Signatures are those of `torch.nn.functional` with a ``mask``.
+With a hard mask this is exactly the norm of the channels that stay; if all masks are 1 the plain function is
+called, so that no bit changes. Signatures are those of `torch.nn.functional` with a ``mask``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdp_fx.ops.select import readable
 from pdp_fx.ops.threshold import compute_dtype
 
 GOES = 0.25
-"""Below this mask a channel goes; those that stay have one of at least a half."""
+"""A channel with a smaller mask than this is going to be pruned; kept channels have masks of at least 0.5."""
 
 
 def masked_layer_norm(
@@ -115,8 +115,8 @@ def masked_group_norm(
             input.shape[0], num_groups, mask.numel() // num_groups, -1
         )
         heavy = mask.to(grouped.dtype).reshape(1, num_groups, -1, 1)
-        # A group that goes as a whole has one mask for all its channels, with any of which, 0 too, its
-        # statistics are those of all of them.
+        # A group that is pruned as a whole has equal masks, which may be 0 and would give 0 / 0. Its
+        # statistics do not depend on their value, so ones are used.
         heavy = torch.where(heavy.amax(2, keepdim=True) < GOES, 1.0, heavy)
         share = heavy / (heavy.sum(2, keepdim=True) * grouped.shape[-1])
         centred = grouped - (grouped * share).sum((2, 3), keepdim=True)
@@ -164,7 +164,7 @@ def masked_mean(
 
 
 def _choose(mask: Tensor, plain: Callable[[], Tensor], masked: Callable[[], Tensor]) -> Tensor:
-    """The plain function while all masks are 1, so that an idle mask changes no bit."""
+    """The result of ``plain`` if all masks are 1, so that a mask that prunes nothing changes no bit."""
     if readable(mask.detach()):
         return plain() if bool((mask == 1).all()) else masked()
     return torch.where((mask == 1).all(), plain(), masked())
@@ -177,12 +177,12 @@ def _affine(scaled: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Te
 
 
 def _dtype_of(plain: Callable[[Tensor], Tensor], input: Tensor, axis: int) -> torch.dtype:
-    """The dtype of the plain norm's result, which weights of another dtype and autocast have a say in.
+    """The dtype of the plain norm's result, which also depends on the dtype of its weights and on autocast.
 
     Args:
         plain: the norm.
-        input: what it is given.
-        axis: from which axis on the shape matters to it.
+        input: its input; an empty tensor like it is passed to ``plain``.
+        axis: the first axis whose size matters to the norm.
     """
     return plain(input.new_empty((0, *input.shape[axis:]))).dtype
 

@@ -1,4 +1,4 @@
-"""Functions that multiply data with a weight: which operand may be the weight, and its input channels."""
+"""Functions that multiply data with a weight: which operand is the weight, on which axis it has inputs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ _WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
     "torchvision::deform_conv2d": ((1, 1),),
     "transformers::grouped_mm_fallback": ((1, -2),),
 }
-"""By function, method or the name of an operation: the places of what may be the weight, with that axis."""
+"""For each function, method or operation: the positions of operands that may be the weight, each with the
+axis of its input channels."""
 
 _NAMES = {0: ("input",), 1: ("weight", "mat1", "batch1", "mat2", "other"), 2: ("mat2", "batch2")}
 
 
 def has_weight(node: fx.Node) -> bool:
-    """Whether a call has an operand that can be nothing else than its weight, as a convolution has."""
+    """Whether a call has an operand that is always its weight, such as a convolution."""
     return node.target in (*_CONV, *_TRANSPOSED, *_GROUPED)
 
 
@@ -49,7 +50,7 @@ def operation_name(target: object) -> str:
 
 
 def weight_operands(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
-    """The operands of a call that weights may stand for, each with the axis of its input channels or None."""
+    """The operands of a call that may be its weight, each with the axis of its input channels or None."""
     if node.target is torch.einsum:
         return _einsum_operands(node)
     found: list[tuple[fx.Node, int | None]] = []
@@ -68,7 +69,7 @@ def _in_groups(node: fx.Node) -> bool:
 
 
 def _uncast(operand: fx.Node) -> fx.Node:
-    """What is cast to another dtype just before it is used, as in ``weight.to(x.dtype)``."""
+    """The operand before casts to another dtype, as in ``weight.to(x.dtype)``."""
     while operand.target == "to" and len(operand.args) == 2 and not operand.kwargs:
         source, kind = operand.args
         asks = isinstance(kind, fx.Node) and kind.target is getattr and kind.args[1] == "dtype"
@@ -79,9 +80,9 @@ def _uncast(operand: fx.Node) -> fx.Node:
 
 
 def _einsum_operands(node: fx.Node) -> list[tuple[fx.Node, int | None]]:
-    """The operands that are summed over; their input channels are the first index that goes.
+    """The operands of an einsum that may be a weight; its input channels are its first index that is summed.
 
-    An operand all of whose indices stay is a scale, and no weight.
+    An operand without summed indices is a scale, not a weight.
     """
     equation, *rest = node.args
     operands: Any = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest

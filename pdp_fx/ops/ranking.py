@@ -1,12 +1,12 @@
-"""The order statistics of one layer, remembered while nothing changes and close by when something has.
+"""The order statistics of one layer, remembered while its weights do not change.
 
-A second forward pass, gradient accumulation, the recomputation of activation checkpointing and evaluation
-all see the weights that the step before saw, and need not rank them again. What proves that nothing changed
-is the content itself, in one pass that is some ten times cheaper than a selection: version counters alone
-miss whoever writes through ``weight.data`` or through an alias.
+A second forward pass, gradient accumulation, the recomputation of activation checkpointing and evaluation all
+see the same weights as the step before, and need not rank them again. A checksum of the contents, about ten
+times cheaper than a selection, shows whether they have changed: version counters alone miss writes through
+``weight.data`` or through an alias.
 
-A step of the optimizer moves the wanted magnitudes by little, so they are first looked for around where they
-were; one scan shows whether they are there, and a selection from scratch follows if not.
+A step of the optimizer moves the wanted magnitudes only a little, so they are first looked for near where
+they were. One scan shows whether they are there; if not, a selection from scratch follows.
 """
 
 from typing import Any, TypeAlias
@@ -67,10 +67,10 @@ def _version(weight: Tensor) -> int | None:
 
 
 def _content(values: Values) -> Key:
-    """Checksums of the bits that are blind to the order of the values: so is a rank.
+    """Checksums of the bits; like ranks they do not depend on the order of the values.
 
-    Where all values are doubled, the sum of 64-bit words changes by a multiple of 2 ** 52 for each double,
-    which may come to nothing; that of their halves does not.
+    If all float64 values are doubled, each changes the sum of 64-bit words by 2 ** 52, and these changes may
+    add up to 0 modulo 2 ** 64; the sum of 32-bit halves shows them.
     """
     whole = values.size - values.size % 2
     words = values[:whole].view(np.uint64)

@@ -92,17 +92,17 @@ def smallest_by_cumsum(magnitude: Tensor, count: Tensor) -> Tensor:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` can be read here and now without waiting, tracing or unwrapping."""
+    """Whether the values of `tensor` can be read now: a plain CPU tensor that is not being traced."""
     if torch.compiler.is_compiling() or transformed():
         return False
     return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, jvp) is at work, so that any tensor may be one of its.
+    """Whether a transform of `torch.func` (grad, vmap, jvp) is active, so that any tensor may be a wrapper.
 
-    Its tensors have no numbers that can be read, and it asks more of an autograd function than torch does
-    elsewhere; all formulas in tensor operations hold under it.
+    The values of wrappers cannot be read, and custom autograd functions need more methods there. Formulas in
+    plain tensor operations work under all transforms.
     """
     return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
 

@@ -1,4 +1,4 @@
-"""Values whose gradient goes straight through to what they stand for (Bengio et al., 2013)."""
+"""Straight-through gradients (Bengio et al., 2013, arXiv:1308.3432)."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from pdp_fx.ops.select import transformed
 
 
 def straight_through(weight: Tensor, value: Tensor, factor: Tensor | None = None) -> Tensor:
-    """Return ``value``, with a gradient that reaches ``weight`` times ``factor``, or as it is.
+    """Return ``value``; its gradient is passed to ``weight``, multiplied by ``factor`` if that is given.
 
     Args:
         weight: the weights, any shape.
-        value: what is computed with in their place, same shape; its own history is cut off.
-        factor: of the gradient, same shape.
+        value: the value to compute with in their place, same shape; it is detached.
+        factor: a factor of the gradient, same shape, or None.
     """
     if transformed():
         through = weight if factor is None else weight * factor

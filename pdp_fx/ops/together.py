@@ -19,12 +19,12 @@ class _Found(NamedTuple):
 
 
 class Together:
-    """Finds the thresholds of a model's masks, those of one forward pass at once.
+    """Finds the thresholds of all masks of a model at once, in each forward pass.
 
-    The mask that is called first finds the thresholds for all masks that have been called before. Each of
-    the others then takes its own, once, if neither its weight nor its count has changed since. A mask that
-    is called for the first time, or with another tensor than before, is on its own; so is one whose weight
-    is freed between its uses, as `fully_shard` does.
+    The first mask that is called in a pass finds the thresholds of all masks that were called in earlier
+    passes. Each of the others then takes its own, once, if neither its weight nor its count has changed. A
+    mask computes its threshold alone if it is called for the first time, if it gets another tensor than
+    before, or if its weight is freed between uses, as by `fully_shard`.
     """
 
     def __init__(self) -> None:
@@ -79,6 +79,6 @@ def _fits(weight: Tensor, like: Tensor) -> bool:
 
 
 def _state(mask: MaskPolicy, weight: Tensor) -> tuple[object, ...]:
-    """What changes with the weight or the count; whoever writes through an alias is seen a pass later."""
+    """A value that changes with the weight or the count; a write through an alias shows one pass later."""
     versions = [None if tensor.is_inference() else tensor._version for tensor in (weight, mask.count)]
     return weight.data_ptr(), mask.count.data_ptr(), *versions

@@ -1,4 +1,4 @@
-"""Laying the recordings of the two modes side by side."""
+"""Pairing the steps of the recordings of the two modes, so that one graph can be written from both."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from pdp_fx.tracing.steps import Recording, Step, Whole
 
 @dataclass(frozen=True)
 class Pair:
-    """A step as it is in eval mode, in train mode, or in both."""
+    """A step in eval mode and its counterpart in training mode; None for the mode that has no such step."""
 
     in_eval: Step | None
     in_train: Step | None
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The step in each mode that has it."""
+        """The steps of the pair: one or two."""
         return tuple(step for step in (self.in_eval, self.in_train) if step is not None)
 
     @property
     def only(self) -> Step | None:
-        """The step, if it happens in one mode only."""
+        """The step if it happens in one mode only, else None."""
         if self.in_eval is not None and self.in_train is not None:
             return None
         return self.in_eval or self.in_train
@@ -29,14 +29,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Both recordings in one order that respects the order of each."""
+    """Both recordings, and their steps as pairs in an order that respects the order of each recording."""
 
     in_eval: Recording
     in_train: Recording
     pairs: tuple[Pair, ...]
 
     def owner(self, pair: Pair) -> str:
-        """The module that decides whether a step of one mode happens: the innermost called in both modes."""
+        """The module whose flag decides on a step of one mode: the innermost that both modes call."""
         step = pair.only
         scope = None if step is None else step.scope
         other = (self.in_train if pair.in_train is None else self.in_eval).scopes

@@ -1,4 +1,4 @@
-"""Writing the arguments and results of calls as values."""
+"""Encoding the arguments and results of calls: tensors and live numbers become values (`steps.Value`)."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ from pdp_fx.tracing.structure import (
 
 
 class Arguments:
-    """Puts values in the place of tensors and live numbers.
+    """Replaces tensors and live numbers in arguments by values.
 
     Args:
-        origins: where tensors come from.
+        origins: finds the values of tensors.
         session: the recording that live numbers must belong to.
     """
 
@@ -33,7 +33,7 @@ class Arguments:
         self._session = session
 
     def encode(self, arg: Any) -> Any:
-        """An argument of a call.
+        """An argument of a call, with values in the place of tensors and live numbers.
 
         Raises:
             UnrecordableError: a graph cannot hold it.
@@ -72,7 +72,7 @@ class Arguments:
         raise UnrecordableError(f"passes a {type(arg).__name__}, which a graph cannot hold")
 
     def output(self, result: Any) -> Any:
-        """What the model returns; objects of users' classes are taken apart.
+        """The model's result, encoded like an argument; objects of users' classes are taken apart.
 
         Raises:
             UnrecordableError: a graph cannot hold it.
@@ -106,7 +106,7 @@ class Arguments:
 
 
 def stripped(arg: Any) -> Any:
-    """The argument with plain numbers in the place of live ones."""
+    """The argument with plain numbers in the place of live numbers."""
     if isinstance(arg, Live):
         return plain(arg)
     if isinstance(arg, slice):
@@ -121,7 +121,7 @@ def stripped(arg: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """All that is in a nest of tuples, lists and dicts."""
+    """All leaves of nested tuples, lists and dicts."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     if not isinstance(tree, tuple | list):
@@ -130,7 +130,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def all_values(tree: Any) -> list[Any]:
-    """All that is in a nest of tuples, lists, dicts and slices, such as an argument written as values."""
+    """All leaves of nested tuples, lists, dicts and slices, such as an encoded argument."""
     found: list[Any] = []
     for leaf in leaves(tree):
         found += (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)

@@ -1,4 +1,4 @@
-"""Recording a model in both modes, again and again, until all that a graph cannot hold is kept whole."""
+"""Recording a model in both modes, repeatedly, until all that a graph cannot express is kept whole."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, 
 
 @dataclass(frozen=True)
 class Recordings:
-    """A model in both modes, and what stays whole in both, each with the reason."""
+    """The aligned recordings of both modes, and the parts that are kept whole in both, with the reasons."""
 
     alignment: Alignment
     opaque: Mapping[Whole, str]
 
     def opacity(self, model: nn.Module) -> tuple[int, int]:
-        """How many weights are inside modules that decide by their data, and how many such modules are."""
+        """How many weights are inside modules kept whole for their data, and how many parts are kept so."""
         deciding = [whole for whole, reason in self.opaque.items() if reason != DIFFERS_BY_MODE]
         paths = {whole.path for whole in deciding if not whole.method}
         weights = {weight for path in paths for weight in model.get_submodule(path).parameters()}
@@ -32,7 +32,7 @@ class Recordings:
 
 
 def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
-    """Record until both modes go through; each failure makes more modules, methods or functions opaque.
+    """Record until both modes succeed; each failure makes more modules, methods or functions opaque.
 
     Args:
         model: the model; it is not modified.
@@ -59,7 +59,7 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
 
 
 def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording:
-    """Record one mode until it goes through."""
+    """Record one mode until it succeeds."""
     while True:
         known = findings.recording(training)
         if known is not None:
@@ -73,13 +73,23 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
             )
             findings.note(training, recording, knowledge)
         except UnrecordableError as err:
-            _keep_whole(model, err, findings)
-            for other in err.more:
-                if other.whole not in (None, Whole(""), *findings.tried):
-                    _keep_whole(model, other, findings)
+            _learn(model, err, findings)
+
+
+def _learn(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:
+    """Keep whole what an error of a recording, and the further errors in it, ask for."""
+    _keep_whole(model, err, findings)
+    for other in err.more:
+        if other.whole not in (None, Whole(""), *findings.tried):
+            _keep_whole(model, other, findings)
 
 
 def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:
+    """Keep whole the part that an error names.
+
+    Raises:
+        TraceError: it is the model itself, or the part was kept whole before.
+    """
     whole, source = err.whole or Whole(""), err.source or source_of(err)
     if whole == Whole("") or whole in findings.tried:
         name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"

@@ -1,7 +1,7 @@
-"""What has to stay whole when something in it cannot be recorded.
+"""Choosing the part of a model to keep whole when something in it cannot be recorded.
 
-The smaller the part, the more of the model can be seen; but a part that uses weights by itself has to be a
-module, since nobody else can mask or slice them.
+The smaller the part, the more of the model is traced. But a part that uses weights directly must be a module,
+since only the weights of modules can be masked and sliced.
 """
 
 import inspect
@@ -20,18 +20,18 @@ from pdp_fx.tracing.steps import Whole
 def to_blame(
     frame: FrameType | None, module: nn.Module, path: str, paths: Mapping[int, str], tried: Container[Whole]
 ) -> Whole:
-    """What has to stay whole for the sake of a frame.
+    """The part to keep whole because of what a frame does.
 
-    That is the innermost method of one of the model's modules, other than `forward`, between the forward of
-    the current module and the frame; or else, if the current module stores tensors, the outermost function
-    there; or else the current module.
+    That is the innermost method of one of the model's modules, other than `forward`, among the frames between
+    the forward of the current module and ``frame``; else, if the current module stores tensors, the outermost
+    function among them; else the current module.
 
     Args:
         frame: where the recording failed.
         module: the current module.
         path: its path.
         paths: the path of each module of the model, by identity.
-        tried: what was kept whole before, in vain.
+        tried: parts that were kept whole before, in vain.
     """
     functions: list[Whole] = []
     while frame is not None:

@@ -1,7 +1,8 @@
-"""Calls of modules, of their methods, and of users' functions.
+"""How calls of modules, of their methods, and of users' functions are recorded.
 
-Most modules are looked into. Leaves, and what has to stay whole, are one step each; the graph then checks
-what such a step returns, and a function that reaches for what the graph would not give it is refused.
+Most modules are traced through. A leaf module, or a part that is kept whole, becomes one step. For a part
+that is kept whole, the graph will check the structure of its result; a function that uses tensors which the
+graph would not pass to it is refused.
 """
 
 import operator
@@ -28,7 +29,7 @@ from pdp_fx.tracing.watch import storage_of
 
 
 def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Run a module: a leaf or an opaque one becomes one step, any other is traced through."""
+    """Run a module: a leaf or one that is kept whole becomes one step, any other is traced through."""
     path = recorder.paths.get(id(module), "")
     if not path:
         return call(module, *args, **kwargs)
@@ -61,9 +62,9 @@ def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwarg
 
 
 def run_function(recorder: Recorder, whole: Whole, function: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Run a function that is none of the model's methods, or a method of another object, as one step."""
+    """Run a function, or a method of an object that is no module, as one step."""
     if isinstance(whole.holder, type):
-        # What it holds may be used in a branch that is not taken now.
+        # Tensors that the object holds might be used in a branch that this run does not take.
         if any(
             recorder.watch.is_ours(tensor)
             for tensor in tensors(list(getattr(args[0], "__dict__", {}).values()))
@@ -90,9 +91,9 @@ def _check_given(
     result: Any,
     owned: frozenset[int],
 ) -> None:
-    """Refuse a function that uses weights, or anything of this run that the graph would not give it.
+    """Refuse a function that uses weights, or tensors of this run other than its arguments.
 
-    It may have that from the object whose method it is, or from a global variable.
+    It may get them from the object whose method it is, or from a global variable.
     """
     given = {storage_of(tensor) for tensor in operands}
     used = recorder.watch.touched | {storage_of(tensor) for tensor in tensors(result)}
@@ -103,7 +104,16 @@ def _check_given(
 def _whole(
     recorder: Recorder, step: Step, call: Call, args: Args, kwargs: Kwargs, alone: Whole | None = None
 ) -> Any:
-    """Run a step that nobody looks into; ``alone`` says that it may use nothing but its arguments."""
+    """Run a step that is not traced through.
+
+    Args:
+        recorder: the recorder.
+        step: the step.
+        call: what to run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        alone: a function that may use nothing but its arguments, or None.
+    """
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
     given = plain_leaves((args, kwargs)) if step.reason else []
     operands = list(tensors((args, kwargs)))
@@ -129,7 +139,7 @@ def _whole(
 
 
 def _check_numbers(step: Step, result: Any) -> None:
-    """Refuse numbers in the result of a step that has read numbers in tensors: they would be constants."""
+    """Refuse numbers in the result of a step that reads numbers in tensors: they would become constants."""
     # A record's number may be its default by chance.
     found = plain_leaves(result) if is_record(result) else leaves(result)
     if any(isinstance(leaf, bool | int | float) for leaf in found):
@@ -137,9 +147,9 @@ def _check_numbers(step: Step, result: Any) -> None:
 
 
 def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[torch.Tensor]) -> Facts:
-    """That a tensor has the size of one that was given, where nothing but the numbers in it says so.
+    """The fact that the result has the same size as an operand, if it could not be known otherwise.
 
-    Then the size depends on them no longer.
+    The graph will check it; the size of the result then no longer counts as depending on numbers.
     """
     if not step.ragged or not isinstance(result, torch.Tensor) or recorder.watch.makes_ragged(result):
         return []
@@ -152,7 +162,7 @@ def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[tor
 
 
 def _check_structure(recorder: Recorder, step: Step, result: Any, sizes: Facts) -> None:
-    """Let the graph fail if something opaque returns another structure, such as no tensor at all."""
+    """Add a check that a part which is kept whole returns the same structure as in this run."""
     facts = structure_of(step, result) + sizes
     if facts:
         message = f"{step.called} returned something else than when it was traced"

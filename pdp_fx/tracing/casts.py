@@ -1,11 +1,13 @@
-"""Python's own functions of numbers while a model is recorded: they would make plain numbers of live ones.
+"""Replacements for Python's functions of numbers while a model is recorded, which keep live numbers alive.
 
-A graph would keep what the example had, as the batch size in ``int(windows.shape[0] / count)``. So `max`,
-`math.sqrt` and the like are others while a model is recorded. `int` and `float` are types that code may ask
-about, too, so there it is their names in the Python modules where users' code was seen to call them that
-stand for types of ours, while the model is recorded once more. NumPy has numbers of its own: where it is
-given live ones, the graph checks that they are the same. A loop over ``range(x.shape[1])`` becomes as many
-steps as the example has; a graph that is given more must not leave out the rest, so it checks the size.
+The originals return plain numbers, so the graph would keep those of the example, such as the batch size in
+``int(windows.shape[0] / count)``.
+
+* `max`, `math.sqrt` and the like are replaced while a model is recorded.
+* `int` and `float` are also types that code may test for, so they are replaced only in the globals of code
+  that was seen to call them on live numbers, and the model is recorded again.
+* NumPy makes plain numbers of live ones; the graph checks that these are the same.
+* A loop over ``range(x.shape[1])`` becomes as many steps as in the example, so the graph checks the size.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from pdp_fx.tracing.steps import Expr
 
 
 class _StandIn(type):
-    """The type of something that is, to those who ask, another type, and is called in our way."""
+    """The metaclass of stand-ins for a type: equal to it in type tests, but a call runs our function."""
 
     original: type
     call: Callable[..., Any]
@@ -64,20 +66,20 @@ _FUNCTIONS = {
     math: tuple(
         name
         for name, function in vars(math).items()
-        # These ask the number itself.
+        # These call a method of the number, which a live number defines.
         if inspect.isbuiltin(function) and name not in ("ceil", "floor", "trunc", "prod")
     ),
 }
 _OF_MANY = frozenset({max, min})
-"""What does the same with the numbers of a sequence as with a sequence of numbers."""
+"""Functions that take several numbers or one sequence of numbers."""
 
 _NUMPY = ("arange", "array", "asarray", "full", "linspace", "ones", "prod", "zeros")
-"""What makes arrays of sizes; a live number itself sees to the element-wise functions."""
+"""Functions that make arrays from sizes; element-wise functions are handled by `LiveInt.__array_ufunc__`."""
 
 
 @contextmanager
 def casting(recorder: Recorder) -> Generator[None, None, None]:
-    """Keep live numbers alive in functions and, where that is known to be needed, in casts; check ranges."""
+    """Replace the functions of numbers, the casts that are known to need it, and `range` inside the block."""
     known = (recorder.findings.casts or {}).items()
     casts = [(names, name, _CASTS[name]) for (_, name), names in known if name not in names]
     with ExitStack() as stack:
@@ -103,12 +105,12 @@ def _fixing(function: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _product(numbers: Iterable[Any], /, *, start: Any = 1) -> Any:
-    """`math.prod`, by multiplications, each of which is live where its numbers are."""
+    """`math.prod` by multiplications, so that the product of live numbers is live."""
     return functools.reduce(operator.mul, numbers, start)
 
 
 def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A function of numbers, or of one sequence of them, whose result is live where one of them is."""
+    """A function of numbers, or of a sequence of numbers, whose result is live if one of the numbers is."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +160,7 @@ def _checked_range(recorder: Recorder) -> Callable[..., Any]:
         steps = original(*(plain(number) for number in args))
         numbers = [*args]
         if len(args) == 3 and _is_of(args[1], recorder) and len(steps) and plain(args[2]) > 1:
-            # Where the last step ends is up to what is done in it.
+            # Only the number of steps is checked: where the last one ends is decided by the body of the loop.
             numbers[1] = -((args[0] - args[1]) // plain(args[2]))
         for number in numbers:
             if _is_of(number, recorder):

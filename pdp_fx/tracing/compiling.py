@@ -1,9 +1,9 @@
 """Telling a model that it is being compiled.
 
-Some models look at values only while they run eagerly ("is the attention mask all ones? then skip it") and
-ask `torch.compiler.is_compiling()` first. `nn.TransformerEncoder` and `nn.TransformerDecoder` do not ask:
-they compare each mask with the causal one, to tell attention that it may take a faster kernel. Being compiled
-includes here that they do not look, and so take the kernel that reads the mask.
+Some models look at values only in eager mode ("is the attention mask all ones? then skip it"), after asking
+`torch.compiler.is_compiling()`. `nn.TransformerEncoder` and `nn.TransformerDecoder` do not ask: they compare
+each mask with the causal one, to choose a faster kernel of attention. Here, being compiled also keeps them
+from comparing, so that they use the kernel that reads the mask.
 """
 
 from collections.abc import Generator

@@ -1,8 +1,8 @@
 """Telling `x.to(y.dtype)` from `x.to(torch.float32)`.
 
-Both hand the same object to torch, yet the first has to follow when the model moves to bfloat16 or runs under
-autocast. The source tells them apart: the argument is an attribute `dtype`, or a variable that was assigned
-one. Which tensor's `dtype` was read, the recording knows.
+Both pass the same object to torch, but the first must follow when the model is cast to bfloat16 or runs under
+autocast. The source code tells them apart: the argument is an attribute `dtype`, or a variable that was
+assigned one. The recorder knows whose `dtype` was read.
 """
 
 import ast
@@ -20,7 +20,7 @@ from pdp_fx.tracing.steps import Expr, Value
 
 @dataclass(frozen=True)
 class _Read:
-    """That a frame read the dtype of a tensor, after so many steps."""
+    """A read of the dtype of a tensor, with the frame that read it and the number of steps before it."""
 
     frame: int
     dtype: torch.dtype

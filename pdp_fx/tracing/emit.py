@@ -1,10 +1,10 @@
 """Writing one graph from the recordings of both modes.
 
-A step that both modes share becomes one node. Where its arguments differ, `{False: in_eval, True:
+A step that both modes share becomes one node. If its arguments differ, `{False: in_eval, True:
 in_train}[training]` picks one; a flag that is False in eval and True in train becomes the training flag
-itself. A step of one mode only runs in both if that can harm nothing, since its result is then simply not
-picked; if it draws random numbers, changes a tensor or needs the result of such a step, it is wrapped in
-`When`.
+itself. A step of one mode only is run in both modes if that is harmless: its result is not picked in the
+other. If it draws random numbers, changes a tensor, or needs the result of such a step, it is wrapped in
+`When`, which calls it in its own mode only.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ from pdp_fx.tracing.writer import Gate, Writer
 def write_graph(
     tree: nn.Module, model: nn.Module, alignment: Alignment, gate_all: bool
 ) -> tuple[fx.Graph, set[fx.Node]]:
-    """The graph of both recordings, and the nodes that have to stay even if nobody uses them.
+    """The graph of both recordings, and the nodes that must stay even if they have no users.
 
     Args:
-        tree: the modules of the graph module to be; constants and the root's training flag are added to it.
+        tree: the modules of the future graph module; constants and the root's training flag are added to it.
         model: the model.
-        alignment: both recordings, side by side.
-        gate_all: run no step in a mode it was not recorded in, harmless or not.
+        alignment: the paired recordings.
+        gate_all: whether to run no step in a mode that it was not recorded in, even if it is harmless.
     """
     merge = _Merge(Writer(tree, model), alignment, gate_all)
     for pair in alignment.pairs:
@@ -45,7 +45,7 @@ class _Merge:
         self.alignment = alignment
         self.gate_all = gate_all
         self._nodes: dict[tuple[bool, Step], fx.Node] = {}
-        # Expressions hold others; their keys are numbers, so that none is taken apart twice.
+        # Expressions are nested; a number as the key of each keeps every one from being taken apart twice.
         self._keys: dict[Expr, int] = {}
         self._numbers: dict[Any, int] = {}
         self._places = {step: i for i, pair in enumerate(alignment.pairs) for step in pair.steps}
@@ -77,7 +77,7 @@ class _Merge:
                 self._collect(part, found)
 
     def _key(self, value: Any) -> Any:
-        """What an expression of either mode is, in terms of the places of steps."""
+        """A key that expressions of the two modes share if they compute the same from paired steps."""
         if isinstance(value, Step):
             return "step", self._places[value]
         if not isinstance(value, Expr):
@@ -88,9 +88,9 @@ class _Merge:
         return Expr, self._keys[value]
 
     def _gate_of_expression(self, value: Expr, training: bool) -> Gate | None:
-        """A condition for an expression of one mode that may fail in the other.
+        """A condition for an expression of one mode that may fail in the other; None if it cannot.
 
-        That is one about the result of an opaque module, which may differ in structure, or about an optional
+        It may fail if it reads the result of an opaque module, whose structure may differ, or an optional
         input.
         """
         maker = root(value)
@@ -123,7 +123,7 @@ class _Merge:
         self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
 
     def _lower(self, tree: Any, training: bool) -> Any:
-        """The arguments with nodes in the place of values."""
+        """The arguments of a step of one mode, with nodes in the place of values."""
         if isinstance(tree, Step):
             return self._nodes[training, tree]
         if isinstance(tree, Attribute):
@@ -147,7 +147,7 @@ class _Merge:
         return tree
 
     def _join(self, in_eval: Any, in_train: Any, owner: str) -> Any:
-        """One argument out of what it is in each mode."""
+        """The argument of a shared step, from its arguments in the two modes."""
         if _same(in_eval, in_train):
             return in_eval
         if type(in_eval) is not type(in_train):
@@ -177,11 +177,11 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def without_dead_code(graph: fx.Graph, protected: set[fx.Node]) -> None:
-    """Remove nodes nobody uses, and make those that have to stay look like it to later passes.
+    """Remove nodes without users, and write the others so that later passes will not remove them.
 
     Args:
         graph: the graph, owned by its module; changed.
-        protected: nodes that change a tensor somebody else sees, or draw random numbers.
+        protected: nodes that must stay although they may have no users.
     """
     graph.eliminate_dead_code(lambda node: node in protected or node.is_impure())
     for node in protected:

@@ -6,7 +6,7 @@ from torch import fx
 
 
 def erase(node: fx.Node, may_go: Callable[[fx.Node], bool]) -> None:
-    """Erase a node, and those that may go, too, once nobody uses them."""
+    """Erase a node, and then each of its inputs that has no other users and that ``may_go`` allows."""
     sources = node.all_input_nodes
     node.graph.erase_node(node)
     for source in sources:

@@ -1,4 +1,4 @@
-"""Graphs that are exact: made of recordings, and held to what the model gives."""
+"""Building the graph of two recordings, and checking that it gives exactly what the model gives."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from pdp_fx.tracing.verify import Runner, run, tried
 _log = logging.getLogger(__name__)
 
 MODES = {False: "eval", True: "training"}
-"""The two modes of a module, and what they are called."""
+"""The two modes, by the training flag, and their names in messages."""
 
 
 def exact_graph(
@@ -28,17 +28,17 @@ def exact_graph(
     plain: Outcome,
     watch: Runner | None,
 ) -> fx.GraphModule:
-    """The graph of recordings, which gives what the model gives in each mode, bit for bit.
+    """The graph of two recordings, whose results equal the model's in each mode, bit for bit.
 
     Args:
         model: the model.
-        example: the call to give it.
-        recordings: of that call.
-        plain: what the model gives in eval mode when nobody listens.
-        watch: makes the run in eval mode, and may look at what happens.
+        example: the call that was recorded.
+        recordings: its recordings in both modes.
+        plain: the outcome of the model in eval mode in a run that was not recorded.
+        watch: as in `pdp_fx.trace.trace`.
 
     Raises:
-        TraceError: it does not.
+        TraceError: the results differ, or the graph fails.
     """
     wanted, problem = _expected(model, example, plain, recordings), ""
     for gate_all in (False, True):
@@ -53,14 +53,14 @@ def exact_graph(
 def _check_other_numbers(
     gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
 ) -> None:
-    """Check that no number which the model finds in its data gets past the graph.
+    """Check that no number which the model reads from its data has become a constant of the graph.
 
-    What is kept whole may leave a number somewhere, and the model may look for it there; or Python may make a
-    plain number of a size that depends on data, as to pick something from a list. Then the number of the
-    example would be a constant of the graph. Other numbers show that.
+    A part that is kept whole may leave a number somewhere, as in a global variable, where the model reads it;
+    or Python may make a plain number of a size that depends on data. Runs on other numbers than the example's
+    show such constants.
 
     Raises:
-        TraceError: something gets past the graph.
+        TraceError: the graph and the model differ on other numbers.
     """
     by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
     for training, recording in by_mode.items():
@@ -76,19 +76,19 @@ def _check_other_numbers(
 
 
 def _problem_with(gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool) -> str:
-    """How the graph differs on an example that is made up; empty if one of the two does not take it.
+    """How the graph differs from the model on a made-up example; empty if either refuses the example.
 
-    A model need not, and a graph may say that it holds for what it was traced with only.
+    The model need not accept it, and the graph may check that it gets what it was traced with.
     """
     wanted, got = tried(model, other, training), tried(gm, other, training, model)
     return wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
 
 
 def reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
-    """What the model gives in a mode.
+    """The outcome of the model in one mode.
 
     Raises:
-        TraceError: it fails.
+        TraceError: the model fails.
     """
     try:
         return run(model, example, training)
@@ -100,7 +100,7 @@ def reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome
 
 
 def given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | None:
-    """What a model gives in both modes; None if it does not take the example."""
+    """The outcomes of the model in both modes, by the training flag; None if it fails on the example."""
     try:
         return {training: run(model, example, training) for training in MODES}
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
@@ -109,7 +109,7 @@ def given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | No
 
 
 def build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
-    """A graph module of the recordings; with ``gate_all`` no step runs in a mode it was not recorded in."""
+    """The graph module of the recordings; with ``gate_all`` no step runs in a mode it was not recorded in."""
     tree = mirror(model, frozenset(whole.path for whole in recordings.opaque))
     graph, protected = write_graph(tree, model, recordings.alignment, gate_all)
     gm = TracedModule(tree, fx.Graph(), type(model).__name__)
@@ -145,7 +145,7 @@ def problem_of(
 def gives_when_watched(
     gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Outcome, watch: Runner
 ) -> bool:
-    """Whether the run that ``watch`` makes gives the outcome; one that watches may also disturb."""
+    """Whether the run by ``watch`` gives the wanted outcome; observing a run may also disturb it."""
     try:
         return not wanted.difference(run(gm, example, False, watch, model))
     except Exception as err:  # noqa: BLE001 the graph is run once more, without anybody watching
@@ -156,10 +156,11 @@ def gives_when_watched(
 def _expected(
     model: nn.Module, example: ExampleCall, plain: Outcome, recordings: Recordings
 ) -> dict[bool, Outcome]:
-    """What the graph has to give in each mode.
+    """The outcomes that the graph must give, by the training flag.
 
-    In eval mode that is what the model gives when nobody listens. If it has given the same while it was
-    recorded, recording it changes nothing, and what it gave while training mode was recorded counts, too.
+    In eval mode it is the outcome of a run that was not recorded. If the recorded run gave the same,
+    recording changes nothing, and the outcome of the recorded run in training mode is used; otherwise the
+    model is run once more in training mode.
     """
     in_eval, in_train = (recordings.alignment.in_eval.outcome, recordings.alignment.in_train.outcome)
     if in_eval is None or in_train is None or plain.difference(in_eval):

@@ -1,4 +1,4 @@
-"""Example inputs, and calls like theirs with another batch size."""
+"""Example inputs as a call, and variations of that call: other batch sizes, other sizes, other numbers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,20 +37,20 @@ class ExampleCall:
 
     @property
     def has_places_elsewhere(self) -> bool:
-        """Whether there are whole numbers that do not live on the CPU.
+        """Whether there are whole numbers, which may be indices, on another device than the CPU.
 
-        Indices beyond the end are an error on the CPU, but on a GPU the end of all work there, so such a call
-        is not tried with numbers or sizes that are made up.
+        An index out of range raises an error on the CPU, but makes a GPU unusable for the process, so such a
+        call is not tried with other numbers or sizes.
         """
         given = tensors((self.args, self.kwargs))
         return any(tensor.device.type != "cpu" and not tensor.is_floating_point() for tensor in given)
 
     def others(self) -> "Iterator[ExampleCall]":
-        """Calls with another batch size that begin with the same example, the likeliest first.
+        """Calls with another batch size whose first example is the same, in the order to try them.
 
-        Two examples are enough, unless that is what this call has. The last is not the same as the first:
-        else a graph that mixes the two could not be told from one that does not. A model may not take one
-        that is made up; then it is the same.
+        Two examples are enough, unless this call has two. The last example differs from the first, because a
+        graph that mixes two equal examples looks right. The last call repeats the first example, for models
+        that refuse made-up ones.
         """
         if not self.batch:
             return
@@ -68,7 +68,7 @@ class ExampleCall:
         yield self._changed(lambda rows: torch.cat([rows[:kept], rows[:1]]))
 
     def with_other_numbers(self) -> "Iterator[ExampleCall]":
-        """Calls with numbers drawn from those of this one; floats are scaled, and in every other moved."""
+        """Calls with numbers drawn from this call's; floats are scaled, and shifted in every second call."""
         if self.has_places_elsewhere:
             return
         for seed in range(TRIALS):
@@ -76,7 +76,7 @@ class ExampleCall:
             yield self._mapped(lambda leaf, g=generator, moved=moved: _drawn_from(leaf, g, moved))
 
     def tells_apart(self) -> bool:
-        """Whether the last example is not the same as the first."""
+        """Whether the last example of the batch differs from the first."""
         batches = [leaf for leaf in tensors((self.args, self.kwargs)) if is_batch(leaf, self.batch)]
         return any(not torch.equal(rows[0], rows[-1]) for rows in batches)
 
@@ -85,14 +85,14 @@ class ExampleCall:
         return self._changed(lambda rows: rows[:1].clone()) if self.batch > 1 else None
 
     def sizes(self) -> frozenset[int]:
-        """How long axes are besides the batch, where they are longer than 1."""
+        """The sizes above 1 of all axes but the batch."""
         found = (size for leaf in tensors((self.args, self.kwargs)) for _, size in self.other_axes(leaf))
         return frozenset(size for size in found if size > 1)
 
     def resized(self, size: int) -> "Iterator[ExampleCall]":
-        """Calls in which all axes of one size, besides the batch, have another, the cheapest first.
+        """Calls in which all axes of one size, except the batch, have another size, the cheapest first.
 
-        Nets that halve their images several times take multiples of a power of two.
+        Two of the sizes are multiples of the same power of two, for nets that halve images several times.
         """
         power = size & -size
         longer = size + (power if power < size else size // 2)
@@ -106,7 +106,7 @@ class ExampleCall:
             yield from (axis for axis in enumerate(leaf.shape) if axis[0] or axis[1] != self.batch)
 
     def _resize(self, leaf: Any, size: int, other: int) -> Any:
-        """Cut off the end of the axes that have this size, or repeat their beginning."""
+        """Shorten the axes of this size by cutting off their end, or lengthen them by repetition."""
         for axis in [axis for axis, length in self.other_axes(leaf) if length == size]:
             whole = torch.cat([leaf.detach()] * -(-other // size), axis)
             leaf = whole.narrow(axis, 0, other).clone().requires_grad_(leaf.requires_grad)
@@ -126,20 +126,20 @@ class ExampleCall:
 
 
 def _another(rows: torch.Tensor) -> torch.Tensor:
-    """Another example: this one read backwards, or, where that is the same, with greater numbers."""
+    """Another example: this one reversed or, if that is the same, with larger numbers."""
     backwards = rows.flip(-1) if rows.ndim > 1 else rows
     return backwards + 1 if rows.is_floating_point() and torch.equal(backwards, rows) else backwards
 
 
 def _another_number(rows: torch.Tensor) -> torch.Tensor:
-    """Another example than one with the same whole number everywhere, which may be a place in a table."""
+    """Another example for one whose whole numbers are all equal; they may be indices, so they change by 1."""
     if rows.is_floating_point() or rows.dtype is torch.bool:
         return rows
     return torch.where(rows > 0, rows - 1, rows + 1)
 
 
 def _drawn_from(leaf: Any, generator: torch.Generator, moved: bool) -> Any:
-    """Numbers drawn from those of a tensor; where these are all the same, others beside them."""
+    """Numbers drawn from those of a tensor; if these are all equal, numbers near them."""
     if not isinstance(leaf, torch.Tensor) or not leaf.numel():
         return leaf
     numbers, count = leaf.detach().flatten(), leaf.numel()

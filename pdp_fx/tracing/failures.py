@@ -1,4 +1,4 @@
-"""What a run has shown that a graph cannot hold."""
+"""The errors of one recording, collected so that a single run finds several parts to keep whole."""
 
 import sys
 from collections.abc import Container, Mapping
@@ -11,11 +11,11 @@ from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import NumberReadError, UnrecordableError, Whole
 
 MOST = 100
-"""How many numbers a run may read that no graph may read, before it is given up."""
+"""After this many reads of numbers that depend on data a run is given up."""
 
 
 class Failures:
-    """The refusals of a recorder, remembered even if the model catches the error.
+    """The errors of a recorder, remembered even if the model's code catches them.
 
     Args:
         model: the model that runs.
@@ -30,14 +30,14 @@ class Failures:
         self.found: list[UnrecordableError] = []
 
     def go_on(self, err: UnrecordableError, path: str) -> Any:
-        """The number with which the run goes on, to see what else cannot be recorded.
+        """Note an error, and return the number with which the run can continue.
 
         Args:
-            err: what was met.
-            path: of the module that runs.
+            err: the error.
+            path: the path of the module that runs.
 
         Raises:
-            UnrecordableError: it is nothing that a run could go on from.
+            UnrecordableError: the run cannot continue after this error.
         """
         if isinstance(err, NumberReadError) and len(self.found) < MOST:
             err.source = source_line()

@@ -1,4 +1,4 @@
-"""What failed recordings have taught about a model."""
+"""What is known of a model from earlier recordings; each new one starts from it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pdp_fx.tracing.steps import Recording, Whole
 
 @dataclass
 class Sizes:
-    """What a model does with sizes.
+    """What a model does with sizes, and which sizes its graph must insist on.
 
     Attributes:
-        read: whether it reads any.
+        read: whether it reads sizes.
         compared: whether it compares them with each other or with 1.
-        batch: the batch size to hold the graph to; None if it need not be held to one.
-        held: the sizes of other axes of the inputs to hold it to.
+        batch: the only batch size that the graph may accept; None if any.
+        held: the sizes of other input axes that the graph must insist on.
     """
 
     read: bool = False
@@ -29,17 +29,17 @@ class Sizes:
 
 @dataclass
 class Findings:
-    """What to keep whole, and the recordings made with that knowledge.
+    """The parts to keep whole, and the recordings made so far.
 
     Attributes:
-        opaque: the modules and methods to keep whole, each with the reason.
-        tried: all that was ever kept whole; it need not be proposed again.
+        opaque: the modules, methods and functions to keep whole, each with the reason.
+        tried: all parts that were ever kept whole, which must not be proposed again.
         asked: whether the model asked if it is being compiled.
-        sizes: what is known of the sizes that the model reads, however often it is traced anew.
-        lasting: what to keep whole however often the model is traced anew, with the reasons.
-        casts: the globals of code in which `int` or `float` has to keep live numbers alive; None where they
-            are left as they are.
-        follows_ragged: whether sizes that depend on the numbers in a tensor may be computed with.
+        sizes: what the model does with sizes; kept when the model is traced anew.
+        lasting: the parts to keep whole, with the reasons, whenever the model is traced anew.
+        casts: the globals of code in which `int` and `float` are replaced by functions that return live
+            numbers, as in `Session.cast_in`; None if they are never replaced.
+        follows_ragged: whether sizes that depend on the numbers in a tensor may become live numbers.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
@@ -57,11 +57,11 @@ class Findings:
             self.keep_whole(whole, reason)
 
     def anew(self, sizes: Sizes | None = None) -> Findings:
-        """What is known when the model is traced anew: what lasts, and what is known of sizes."""
+        """The findings to trace the model anew with: ``lasting``, and these or the given ``sizes``."""
         return Findings(sizes=self.sizes if sizes is None else sizes, lasting=self.lasting)
 
     def plainer(self) -> Findings | None:
-        """What is known when the model is traced anew with less that is alive; None if nothing is."""
+        """The findings to trace the model anew with fewer live numbers; None if there are none to give up."""
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):
             return replace(self.anew(), follows_ragged=False)
         if self.casts:
@@ -84,15 +84,15 @@ class Findings:
 
     @property
     def knowledge(self) -> int:
-        """How much has been learned."""
+        """A number that grows with everything learned, to tell outdated recordings."""
         return len(self.tried) + len(self.casts or ())
 
     def note(self, training: bool, recording: Recording, knowledge: int) -> None:
-        """Note a recording made with what was known at some time."""
+        """Note a recording of a mode, made when `knowledge` had this value."""
         self._made[training] = recording, knowledge
 
     def recording(self, training: bool) -> Recording | None:
-        """The recording of a mode, if nothing has been learned since."""
+        """The recording of a mode, or None if something has been learned since."""
         made = self._made.get(training)
         return made[0] if made is not None and made[1] == self.knowledge else None
 

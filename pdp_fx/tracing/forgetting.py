@@ -16,12 +16,13 @@ T = TypeVar("T")
 
 
 def forgetting(work: Callable[[], T], *models: nn.Module, expected: tuple[type[Exception], ...] = ()) -> T:
-    """Do work that runs models, and put them back; where something that was not kept is missed, do it again.
+    """Do work that runs models, keep no activations for a backward pass, and restore the models.
 
     Args:
-        work: what to do; it is done again, in the usual way, only if it ends in an error.
-        models: what to put back.
-        expected: errors that are results of the work.
+        work: runs models. If it fails, for example because it calls backward, it is done again with
+            activations kept.
+        models: the models to restore.
+        expected: errors that are results of the work; after them it is not done again.
     """
     try:
         with preserved(*models), torch.autograd.graph.saved_tensors_hooks(_forget, _miss):
@@ -34,9 +35,9 @@ def forgetting(work: Callable[[], T], *models: nn.Module, expected: tuple[type[E
 
 
 def in_mode(model: nn.Module, training: bool) -> nn.Module:
-    """Put a model into a mode by way of training mode: there it lets go of what it has kept for evaluation.
+    """Put a model into a mode by way of training mode, in which models drop what they cache for evaluation.
 
-    Tables made of weights are kept that way. Those from before a run would be constants in its graph.
+    Some cache tables computed from weights; a table from before a run would be a constant in its graph.
     """
     return model.train().train(training)
 

@@ -1,4 +1,4 @@
-"""What a graph checks of its inputs: that they are what they were when it was traced, where that matters."""
+"""The checks of a graph's inputs: that what the graph relies on is as in the example."""
 
 import operator
 from collections.abc import Hashable, Mapping
@@ -14,7 +14,7 @@ from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors,
 
 
 class Uses:
-    """Which inputs, and which of their parts, a recording uses, and where None would not do."""
+    """Which inputs and parts of inputs a recording uses, and for which of them None would fail by itself."""
 
     def __init__(self, recording: Recording) -> None:
         self.used: set[Hashable] = set()
@@ -34,14 +34,14 @@ class Uses:
 
 
 def _place(value: Any) -> Hashable:
-    """What a value is: an input, or how to reach a part of it."""
+    """A key for an input or a part of an input; None for any other value."""
     if isinstance(value, Expr) and value.call in (operator.getitem, getattr):
         return _place(value.args[0]), repr(value.args[1])
     return value if isinstance(value, Step) else None
 
 
 def tensors_given(step: Step, example: Any, uses: Uses) -> Facts:
-    """What holds of an argument that is used, besides what is checked whether it is used or not."""
+    """The facts to check of an input with tensors that the graph uses."""
     if _place(step) not in uses.used or not has_tensors(example):
         return []
     optional = bool(step.args)
@@ -49,7 +49,7 @@ def tensors_given(step: Step, example: Any, uses: Uses) -> Facts:
 
 
 def _present(value: Value, example: Any, uses: Uses, optional: bool) -> Facts:
-    """Of each tensor that is used, that it is one, if it may be something else."""
+    """For each tensor that is used and could be something else, that it is a tensor."""
     if isinstance(example, torch.Tensor):
         place = _place(value)
         may_miss = place in uses.used and (optional or place not in uses.needed)
@@ -67,9 +67,9 @@ def check_inputs(facts: Facts, scope: Scope) -> Step:
 
 
 def plain_parts(value: Value, example: Any) -> Facts:
-    """All of a structure that is no tensor: its plain parts, how long its containers are, their keys.
+    """The facts to check of everything in a structure but tensors: plain values, lengths, and keys.
 
-    The model may read it without anybody seeing it.
+    The model may read these without a torch function, so that the recorder does not see it.
     """
     example = as_base(example)
     if isinstance(example, (*BASE_TYPES, slice)):
@@ -91,7 +91,7 @@ def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
 
 
 def batch_sizes(value: Value, example: Any, size: int | None) -> Facts:
-    """How long the first axes are that have the size of the batch."""
+    """The facts to check of first axes that have the batch size ``size``; none if it is None."""
     if size is None:
         return []
     if isinstance(example, list | tuple | Mapping):
@@ -101,7 +101,7 @@ def batch_sizes(value: Value, example: Any, size: int | None) -> Facts:
 
 
 def sizes_held(value: Value, example: Any, call: ExampleCall, held: frozenset[int]) -> Facts:
-    """How long the axes are, besides the batch, that have one of these sizes."""
+    """The facts to check of axes, other than the batch, that have one of the sizes ``held``."""
     if isinstance(example, list | tuple | Mapping):
         parts = [(Expr(operator.getitem, (value, key)), part) for _, key, part in children(example)]
         return [fact for inner, part in parts for fact in sizes_held(inner, part, call, held)]

@@ -1,8 +1,7 @@
-"""Blocks that switch gradients off or on, recorded so that the graph restores what its caller had.
+"""Recording blocks that switch gradients off or on, so that the graph restores its caller's setting.
 
-`torch.no_grad` writes down on entry whether gradients are on, and sets that again on exit. A recording
-made with gradients on would restore "on" for every caller; so what was found on entry is a value of the
-graph, too.
+`torch.no_grad` stores on entry whether gradients are on, and restores that on exit. A recording is made with
+gradients on, and would restore "on" for every caller; so the setting on entry is read by a node of the graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules without weights that pass their input on in eval mode, such as stochastic depth."""
+"""Finding modules without weights that return their input in eval mode, such as stochastic depth."""
 
 import inspect
 from collections.abc import Generator
@@ -15,9 +15,9 @@ from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Whole
 
 @contextmanager
 def noticing_idle(model: nn.Module, findings: Findings) -> Generator[None, None, None]:
-    """Keep whole what passes its input on while the model runs in eval mode, and asks which mode it is in.
+    """Keep modules whole that return their input while the model runs in eval mode, and read their mode.
 
-    Two recordings would show as much, but then both had to be made again.
+    Comparing the two recordings would find them, too, but then both would have to be made again.
     """
     candidates = {
         module: path

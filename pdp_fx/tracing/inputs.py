@@ -1,4 +1,4 @@
-"""The placeholders that the arguments of a model become."""
+"""The placeholders of a traced graph: how the arguments of a call become inputs, defaults and checks."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -43,22 +43,22 @@ class _Argument:
 
     @property
     def has_default(self) -> bool:
-        """Whether it can be left out, and then is something plain."""
+        """Whether it can be left out, and has a plain value then."""
         return self.parameter.default is not self.parameter.empty and isinstance(
             self.parameter.default, _PLAIN
         )
 
     @property
     def default(self) -> Any:
-        """What it is when left out."""
+        """Its value when it is left out."""
         return self.parameter.default if self.has_default else None
 
 
 def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall:
-    """Add the placeholders for a call; returns the call to make.
+    """Add the placeholders for a call, and return the call to make.
 
-    Arguments that hold no tensors keep the value of the example, or else their default, as a default in the
-    graph's signature; the graph checks that it gets nothing else.
+    The value of an argument without tensors, from the example or its default, becomes a default in the
+    graph's signature, and the graph checks that it gets no other value.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -86,6 +86,12 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             args.append(value)
     if fixed:
         recorder.steps.append(check_inputs(fixed, recorder.scope))
+    _check_sizes(recorder, batches, sizes)
+    return ExampleCall(tuple(args), kwargs)
+
+
+def _check_sizes(recorder: Recorder, batches: Facts, sizes: Facts) -> None:
+    """Add the checks of the batch size and of other sizes that the graph must insist on."""
     if batches:
         message = (
             f"this graph holds for a batch of {batches[0][1]} only: another makes the model do something "
@@ -100,14 +106,13 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             "example_inputs of the size you need"
         )
         recorder.steps.append(check_step(sizes, message, recorder.scope, ""))
-    return ExampleCall(tuple(args), kwargs)
 
 
 def held_to_given(recording: Recording, model: nn.Module, call: ExampleCall) -> Recording:
-    """The recording with checks that there are tensors where it uses those of the example.
+    """The recording with checks that the inputs it uses contain tensors where the example does.
 
-    A model may ask whether something is None, and do something else then. What a mode does not use may be
-    left out there, and what fails by itself without a tensor needs no check.
+    A model may ask whether an input is None and act differently then. There is no check for an input that a
+    mode does not use, or where anything but a tensor fails by itself.
     """
     inputs = [step for step in recording.steps if step.op == "placeholder"]
     given = {argument.name: argument.value for argument in _arguments(model, call)}

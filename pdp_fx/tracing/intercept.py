@@ -1,4 +1,8 @@
-"""Listening to a model while it runs, and telling a recorder."""
+"""Intercepting what a model does while it runs, and passing it to a recorder.
+
+Torch functions are seen by a function mode; everything else is seen by replacing functions and methods of
+torch and Python for the time of the run.
+"""
 
 import builtins
 import functools
@@ -31,11 +35,11 @@ from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Step, Whole
 
 _READS_NUMBERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
-"""Functions that read many numbers at once, unseen by a dispatch mode."""
+"""Functions that read many numbers at once, which a dispatch mode does not see."""
 
 
 class _Listener(TorchFunctionMode):
-    """Tells the recorder of every torch function."""
+    """Passes every torch function to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -56,9 +60,9 @@ class _Listener(TorchFunctionMode):
 
 @contextmanager
 def listening(recorder: Recorder) -> Generator[None, None, None]:
-    """Let the recorder know all that models do inside the block."""
-    # torch.compile notes functions when it is first imported, which a torch function mode does in passing;
-    # it must not find ours in their place.
+    """Pass all that the model does inside the block to the recorder."""
+    # The import of torch.compile, which a function mode triggers, stores references to functions; it has to
+    # happen before any are replaced.
     importlib.import_module("torch._dynamo")
     attention = _unfolded(functional.multi_head_attention_forward)
     with (
@@ -110,7 +114,7 @@ def _length(recorder: Recorder) -> Callable[[Any], int]:
     count = builtins.len
 
     def length(thing: Any) -> int:
-        """The length of a tensor stays alive; Python itself would make a plain number of it."""
+        """The length of a tensor as a live number; Python's `len` returns a plain one."""
         if recorder.inside or not isinstance(thing, torch.Tensor) or not thing.ndim:
             return count(thing)
         return thing.size(0)
@@ -186,7 +190,7 @@ def _record_autocast(recorder: Recorder, context: torch.autocast) -> Step:
 
 @contextmanager
 def _methods_whole(recorder: Recorder) -> Generator[None, None, None]:
-    """Let the methods and functions that are to stay whole tell the recorder of their calls."""
+    """Replace the methods and functions that are kept whole, so that their calls go to the recorder."""
     with ExitStack() as stack:
         for whole in recorder.findings.opaque:
             if whole.holder is not None:
@@ -212,7 +216,7 @@ def _method_call(recorder: Recorder, whole: Whole, module: nn.Module) -> Callabl
 
 
 def _references(model: nn.Module, whole: Whole) -> list[tuple[Any, str]]:
-    """Where a function is looked up: in its Python module or class, and in modules that have kept it."""
+    """Where a function is looked up: its Python module or class, and attributes of the model's modules."""
     function = getattr(whole.holder, whole.method)
     kept = [
         (module, name)
@@ -236,7 +240,7 @@ def _function_call(recorder: Recorder, whole: Whole) -> Callable[..., Any]:
 
 
 def _unfolded(function: Any) -> Callable[..., Any]:
-    """A Python function of torch that lets its parts be listened to instead of announcing itself."""
+    """A copy of a Python function of torch that does not dispatch itself: the calls inside it are seen."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     twin = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__

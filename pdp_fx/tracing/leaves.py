@@ -31,7 +31,7 @@ def is_whole(module: nn.Module) -> bool:
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module becomes one `call_module` node.
 
-    `torch.nn` defines it, and it is no container; or TorchScript has compiled it.
+    `torch.nn` defines it and it is not a container, or TorchScript has compiled it.
     """
     home = type(module).__module__
     if isinstance(module, torch.jit.ScriptModule):

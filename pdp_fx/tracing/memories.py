@@ -1,9 +1,9 @@
-"""Functions that remember their results (`functools.lru_cache`), while a model is recorded.
+"""Bypassing `functools.lru_cache` and `cache` while a model is recorded.
 
-They know their arguments by value. Given the size of a tensor, they answer with what they found for another
-tensor of that size, in this run or in one before: a number that follows no tensor. einops plans its reshapes
-this way, and many models build their masks and tables so. While a recording runs, calls with live numbers go
-past the memory.
+A cached function looks up its arguments by value. Called with the size of a tensor, it would return what it
+computed for another tensor of that size, in this run or an earlier one: numbers that do not follow the
+present tensor. einops caches its plans for reshapes in this way, and many models their masks and tables.
+During a recording, calls with live numbers therefore run the function itself.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pdp_fx.tracing.sizes import Live
 _Memory = functools._lru_cache_wrapper
 
 _NOT_THEIRS = (torch.__name__, __name__.partition(".")[0])
-"""Packages whose functions know no live numbers by value."""
+"""Packages whose cached functions never get live numbers."""
 
 _found: dict[str, tuple[int, tuple[str, ...]]] = {}
-"""For each Python module how many names it had when it was last looked through, and those that remember."""
+"""For each Python module its number of names when it was last searched, and those of cached functions."""
 
 
 @contextmanager
 def without_memory(recorder: Recorder) -> Generator[None, None, None]:
-    """Let functions and methods that remember their results compute those of live numbers anew."""
+    """Let cached functions and methods compute results for live numbers anew inside the block."""
     past = functools.cache(functools.partial(_past, recorder))
     functions = [(names, name, past(names[name])) for names, name in _functions(recorder.model)]
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def _past(recorder: Recorder, memory: Any) -> Callable[..., Any]:
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Such functions in Python modules and in modules of the model, as entries of dicts."""
+    """The cached functions in Python modules and in attributes of the model's modules, as dict entries."""
     for module_name, module in list(sys.modules.items()):
         for name in _names(module_name, vars(module)):
             yield vars(module), name
@@ -63,14 +63,14 @@ def _functions(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _methods(model: nn.Module) -> Iterator[tuple[type, str]]:
-    """Such methods of the classes of the model's modules."""
+    """The cached methods of the classes of the model's modules."""
     for owner in {owner for kind in {type(part) for part in model.modules()} for owner in kind.__mro__}:
         for name in _remembering(vars(owner)):
             yield owner, name
 
 
 def _names(module_name: str, contents: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names in a Python module; there are thousands, so one is looked through when it has grown only."""
+    """The names of cached functions in a Python module; it is searched again only if its size has changed."""
     size, names = _found.get(module_name, (-1, ()))
     if size != len(contents) or any(type(contents.get(name)) is not _Memory for name in names):
         own = module_name.partition(".")[0] in _NOT_THEIRS
@@ -80,7 +80,7 @@ def _names(module_name: str, contents: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _remembering(contents: Mapping[str, Any]) -> list[str]:
-    """The names of functions that remember and take arguments."""
+    """The names of cached functions that take arguments."""
     return [
         name
         for name, value in list(contents.items())

@@ -1,4 +1,4 @@
-"""Steps that happen only in one mode."""
+"""Calls that happen in one mode only, as nodes of a graph (`When`)."""
 
 import operator
 from collections.abc import Callable

@@ -39,7 +39,7 @@ class TracedModule(fx.GraphModule):
         """
         found: nn.Module = self
         for name in target.split(".") if target else ():
-            # That of a scripted module is no dict, and a path may lead nowhere.
+            # The table of a scripted module is not a dict, and a path may not exist.
             table = found._modules
             part = table.get(name) if type(table) is dict else None
             if part is None:

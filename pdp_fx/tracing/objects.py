@@ -1,4 +1,4 @@
-"""What users define: autograd functions, classes of objects that a model returns, the model itself."""
+"""Callables that let a graph refer to what users define: autograd functions, objects, and methods."""
 
 import functools
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Build:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A function that gives an object which the model keeps, such as its configuration.
+    """A function without arguments that returns an object of the model's, such as its configuration.
 
     Attributes:
         thing: the object, which holds no tensors.

@@ -56,10 +56,10 @@ class Origins:
         self._objects: dict[int, tuple[Any, Value, tuple[int, ...]]] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """Where a tensor comes from; one from before the run is a constant.
+        """The value that a tensor is; one that existed before the run is a constant.
 
         Raises:
-            UnrecordableError: it comes from this run, but from no step of it.
+            UnrecordableError: it was made in this run, but by no recorded step.
         """
         known = self._known(tensor)
         if known is not None:
@@ -69,7 +69,7 @@ class Origins:
         return self.constant(tensor)
 
     def is_kept(self, thing: Any) -> bool:
-        """Whether something is an object that a module of the model keeps as an attribute, or in one."""
+        """Whether an object is an attribute of one of the model's modules, or inside one."""
         return id(thing) in self._kept
 
     @cached_property
@@ -86,7 +86,7 @@ class Origins:
         return self._values.get(tensor) or self._attributes.get(id(tensor)) or self._constants.get(id(tensor))
 
     def lends(self, module: nn.Module) -> bool:
-        """Whether a module has other parameters than its own for now: `functional_call` lends them."""
+        """Whether a module's parameters are replaced for now, as `torch.func.functional_call` does."""
         return any(
             parameter is not None and self._own.get((id(part), name)) != id(parameter)
             for part in module.modules()
@@ -94,7 +94,7 @@ class Origins:
         )
 
     def constant(self, tensor: torch.Tensor) -> Constant:
-        """Take a tensor for a constant.
+        """Make a tensor a constant of the graph.
 
         Raises:
             UnrecordableError: it may have been drawn at random, by numpy or by Python.
@@ -115,14 +115,14 @@ class Origins:
             maker.sized = True
 
     def object(self, thing: Any) -> Value | None:
-        """Where a container or object comes from, if it came whole from somewhere and is still the same."""
+        """The value of a container or object that a step returned whole and that is unchanged; else None."""
         known = self._objects.get(id(thing))
         if known is None or known[0] is not thing or known[2] != _fingerprint(thing):
             return None
         return known[1]
 
     def remember(self, thing: Any, value: Value) -> None:
-        """Know a container or object, by identity, from now on."""
+        """Note the value that a container or object is, by its identity."""
         self._objects[id(thing)] = (thing, value, _fingerprint(thing))
 
     def adopt(self, result: Any, value: Value, changed: tuple[torch.Tensor, ...] = ()) -> Any:
@@ -173,7 +173,7 @@ class Origins:
         the tensor, later uses of it are uses of the step's result.
 
         Returns:
-            Whether somebody other than the users of the step's result sees the change.
+            Whether the change is seen by more than the users of the step's result.
         """
         observed = self._is_seen_elsewhere(tensor)
         for owner in self._sharing(tensor):

@@ -1,4 +1,4 @@
-"""What one run of a model has given, to compare with another run bit for bit."""
+"""`Outcome`: the results of one run of a model, to compare with those of another run bit for bit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ class Outcome:
     other_generators: tuple[Any, ...]
 
     def is_near(self, other: "Outcome") -> bool:
-        """Whether another run gives the same up to a thousand roundings, relative to the output's scale."""
+        """Whether another run's results differ by at most 1000 roundings, relative to the output's scale."""
         if self.kind is not other.kind or len(self.results) != len(other.results):
             return False
         return all(_near(mine, theirs) for mine, theirs in zip(self.results, other.results, strict=True))
 
     def is_begun_by(self, other: "Outcome", size: int, other_size: int) -> bool:
-        """Whether a run on another batch gives the same for the examples that both batches begin with.
+        """Whether a run on another batch gives the same results for the examples that both begin with.
 
         Args:
             other: what that run gave.
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def outcome(model: nn.Module, output: Any) -> Outcome:
-    """What a run that has just ended has given; ``output`` is what the model returned."""
+    """The outcome of a run of ``model`` that has just ended and returned ``output``."""
     results = tuple(tensor.detach().clone() for tensor in tensors(output))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     return Outcome(type(output), results, buffers, torch.get_rng_state(), generator_states())

@@ -1,4 +1,4 @@
-"""Tensors that fall into parts along an axis, and the lists of those parts."""
+"""Tensors that are split along an axis into a number of parts that follows from sizes."""
 
 import operator
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from pdp_fx.tracing.steps import Expr, Step
 
 
 class Parts:
-    """What becomes of the parts that `unbind` and its like give.
+    """What a model does with the parts that `unbind`, `split` and `chunk` return.
 
-    A list of all of them, as in ``torch.cat(list(x))``, goes on whole, however many there are. Where nothing
-    else is done with them, the check of how many there are may be stricter than the model is.
+    A list of all parts, as in ``torch.cat(list(x))``, is passed on as a whole, so that the graph works for
+    any number of them. If nothing else is done with the parts, the check of their number may be unnecessary.
     """
 
     def __init__(self) -> None:
@@ -20,11 +20,11 @@ class Parts:
         self._joined: set[Step] = set()
 
     def fell(self, step: Step, count: int, check: Step) -> None:
-        """Note a step that gave so many parts, and the step that checks their number."""
+        """Note a step that returned ``count`` parts, and the step that checks their number."""
         self._given[step] = count, check
 
     def joined(self, value: Any) -> Any:
-        """The step in the place of a list of all its parts, in order; any other value as it is."""
+        """The step itself for a list of all its parts in order; any other value unchanged."""
         first = value[0] if isinstance(value, list | tuple) and value else None
         made = first.args[0] if isinstance(first, Expr) and first.call is operator.getitem else None
         if not isinstance(made, Step) or self._given.get(made, (0,))[0] != len(value):
@@ -35,7 +35,9 @@ class Parts:
         return made
 
     def settle(self, steps: Iterable[Step], output: Any) -> bool:
-        """Let checks of numbers of parts be tried on another example, if lists of them are all that is used.
+        """Mark the checks of numbers of parts that can be removed if another example shows them unnecessary.
+
+        Those are the checks of steps whose parts are only used as whole lists.
 
         Returns:
             Whether there is such a check.

@@ -1,4 +1,4 @@
-"""Running a user's model and leaving no trace in it.
+"""Undoing all that runs of a user's model change.
 
 A forward pass may update BatchNorm statistics, draw random numbers, fill caches and set attributes. All of
 that is put back, whether or not the run succeeds: training flags, attributes, the contents of buffers and of
@@ -56,7 +56,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 @contextmanager
 def preserved(*models: nn.Module) -> Generator[None, None, None]:
-    """Put the models and the random number generators back at the end, also after an error."""
+    """Restore the models and the random number generators at the end, also after an error."""
     modules = {id(module): module for model in models for module in model.modules()}
     saved = [_Saved(module) for module in modules.values()]
     generators = (*torch_generators(), random.getstate(), np.random.get_state())
@@ -72,10 +72,10 @@ def preserved(*models: nn.Module) -> Generator[None, None, None]:
 
 @contextmanager
 def unwritten(model: nn.Module) -> Generator[None, None, None]:
-    """Put the values of a model's parameters back at the end: its runs may write to its own weights.
+    """Restore the values of a model's parameters at the end, since runs may write to them.
 
-    An embedding with a largest norm does so, and code that clamps or normalises weights ahead of their use.
-    Inside the block, `preserved` puts them back, too. The copy is made once, however blocks are nested.
+    An embedding with ``max_norm`` does so, and code that clamps or normalises weights before it uses them.
+    Inside the block, `preserved` restores them, too. Nested blocks share one copy.
     """
     if _PARAMETERS.get() is not None:
         yield
@@ -90,9 +90,9 @@ def unwritten(model: nn.Module) -> Generator[None, None, None]:
 
 
 def all_is_written() -> None:
-    """Say that the runs so far have written to all parameters that runs will write to.
+    """Declare that later runs will write to no parameters but those that runs so far have written to.
 
-    What others hold need not be looked at after each of the runs to come, only at the end.
+    The other parameters are then compared at the end only, and not after each run.
     """
     if (parameters := _PARAMETERS.get()) is not None:
         parameters.watched = tuple(parameters.written.values())
@@ -100,7 +100,7 @@ def all_is_written() -> None:
 
 @contextmanager
 def noting_changes() -> Generator[Changes, None, None]:
-    """Note the attributes that runs inside the block have changed, buffers and parameters aside."""
+    """Collect the attributes, other than buffers and parameters, that runs inside the block change."""
     changes: Changes = {}
     outer = _CHANGES.set(changes)
     try:
@@ -184,7 +184,7 @@ def _identical(container: Any, content: Any) -> bool:
 
 
 def _put_back(values: Values) -> Values:
-    """Put back the tensors that hold something else; returns those."""
+    """Restore the tensors whose values have changed, and return these."""
     changed = [pair for pair in values if pair[0].shape != pair[1].shape or not torch.equal(*pair)]
     with torch.no_grad():
         for tensor, value in changed:

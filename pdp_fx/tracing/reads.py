@@ -1,4 +1,4 @@
-"""What a model reads from tensors other than by computing: sizes, devices, numbers, truths."""
+"""How reads of a tensor's metadata and numbers are recorded: sizes, devices, dtypes, items, truth values."""
 
 import operator
 from typing import Any
@@ -51,13 +51,13 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
 
 
 def counted(recorder: Recorder, number: Any) -> None:
-    """Let the graph fail if a number that a loop counts up to is another."""
+    """Add a check that a number which a loop starts from, counts up to or steps by is the same."""
     if not recorder.inside and not is_data(number.value):
         recorder.guarded(_as_often, recorder, number.value, plain(number))
 
 
 def _check_parts(recorder: Recorder, told: Args, parts: Any) -> None:
-    """Let the graph fail if a tensor falls into more parts, unless it is told their sizes or Python fails."""
+    """Add a check of the number of parts, unless their sizes are given or unpacking them checks it."""
     frame = user_frame()
     sizes = any(isinstance(argument, list | tuple) for argument in told)
     if not sizes and not (frame is not None and only_unpacks(frame)):
@@ -141,9 +141,9 @@ def _is_floating_point(recorder: Recorder, tensor: torch.Tensor) -> bool:
 
 
 def _hold_kind(recorder: Recorder, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let the graph fail if an input whose dtype the model asks for has numbers of another kind.
+    """Add a check that an input whose dtype the model asks for is floating-point if and only if it was.
 
-    A mask of booleans says what to look at or what to leave out, one of numbers is added.
+    A boolean mask, for example, selects, while a floating-point mask is added.
     """
     value = recorder.origins.value(tensor)
     if is_input(value):
@@ -175,7 +175,7 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
 
 
 def check(recorder: Recorder, condition: torch.Tensor) -> None:
-    """Let the graph fail if a tensor is not true."""
+    """Add a check that a tensor is true."""
     with recorder.silent():
         message = f"the check at {source_line() or 'an unknown line'} failed"
         recorder.function(torch._assert, (condition, message), {})

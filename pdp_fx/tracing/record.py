@@ -16,12 +16,12 @@ from pdp_fx.tracing.steps import Recording
 
 @runs_model
 def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Recording:
-    """Run the model, in the mode it is in, and record what it does.
+    """Run the model, in the mode that it is in, and record what it does.
 
     Args:
-        model: the model; the caller puts its state back.
+        model: the model; the caller restores its state.
         example: the arguments; tensors in them may change.
-        findings: the modules and methods to keep whole.
+        findings: what is known of the model, such as the parts to keep whole; what is learned is added.
 
     Raises:
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or

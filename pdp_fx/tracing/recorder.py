@@ -1,7 +1,8 @@
-"""Recording one run of a model as steps.
+"""`Recorder`: one run of a model as a list of steps.
 
-The recorder is told of every torch function and every module call (`intercept.py` does the listening). What a
-graph cannot express raises `UnrecordableError`, which says what has to stay whole; the caller records again.
+`intercept.py` calls the recorder for every torch function and every module call. What a graph cannot express
+raises `UnrecordableError`, which says which part of the model to keep whole; the caller (`attempts.py`) then
+records again.
 """
 
 import operator
@@ -54,7 +55,7 @@ class Recorder:
 
     Args:
         model: the model that runs.
-        findings: what to keep whole.
+        findings: what is known of the model, such as the parts to keep whole.
     """
 
     def __init__(self, model: nn.Module, findings: Findings) -> None:
@@ -85,7 +86,7 @@ class Recorder:
         return step, self.origins.adopt(example, step)
 
     def guarded(self, act: Call, *args: Any) -> Any:
-        """Act for the model; what cannot be recorded is noted, and where it can the run goes on."""
+        """Call ``act(*args)``; note what cannot be recorded, and continue the run if that is possible."""
         try:
             return act(*args)
         except UnrecordableError as err:
@@ -118,9 +119,9 @@ class Recorder:
         return self.commit(step, result, changed)
 
     def _constant_result(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
-        """A tensor made of numbers that the graph does not see, such as a numpy array.
+        """Record a tensor as a constant that is made of numbers unseen by the graph, as in NumPy arrays.
 
-        Where it is made of sizes, too, they are those that the graph was made with.
+        If sizes are among these numbers, the graph will check that they are the same.
         """
         note_fixed(leaves((args, kwargs)), self.session)
         result = self.run(function, args, kwargs)
@@ -129,9 +130,10 @@ class Recorder:
         return result
 
     def _number(self, name: str, result: Any, step: Step) -> Any:
-        """A result without tensors: fine unless it tells something about numbers that may change.
+        """Handle a result without tensors; refuse one that depends on the numbers in tensors.
 
-        Of numbers that follow from sizes, a single one stays a computation, and the graph checks others.
+        A single number that follows from sizes stays a computation in the graph; for several, the graph will
+        check that they are the same.
         """
         if step.target is torch._assert and not is_data(step.args[0]):
             return result
@@ -156,7 +158,7 @@ class Recorder:
 
     @contextmanager
     def entered(self, path: str, module: nn.Module) -> Generator[None, None, None]:
-        """What happens inside the block happens in this module."""
+        """Attribute the steps inside the block to a call of this module."""
         self._calls[path] += 1
         outer, self.scope = self.scope, Scope(path, self._calls[path], self.scope)
         self.scopes.add(self.scope)
@@ -168,9 +170,9 @@ class Recorder:
             self.scope = outer
 
     def _leave(self, module: nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
-        """Look for what a module did besides calling functions.
+        """Look for what a module did other than by torch functions, and record or refuse it.
 
-        A buffer that it replaced by another tensor is, in the graph, overwritten.
+        Replacing a buffer by another tensor is recorded as overwriting it.
         """
         new = next((name for name in module._buffers if name not in buffers), None)
         if new is not None:
@@ -190,10 +192,14 @@ class Recorder:
             raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
 
     def decided(self, fact: Expr, on_purpose: bool = False) -> None:
-        """Let the graph fail where something that users' code has found true of sizes is not.
+        """Add a check that a comparison of sizes, by which the model's code decided, has the same result.
 
-        Sizes that depend on data differ from call to call; only one that is equal to a plain number, as that
-        of an axis of coordinates is, can be expected to be so again.
+        Sizes that depend on data differ from call to call, so a decision by them is refused, unless it asks
+        whether a size equals a plain number: such a size, as of an axis of coordinates, may be constant.
+
+        Args:
+            fact: the comparison, as it came out in this run.
+            on_purpose: whether the code compared with a plain number above 1.
         """
         known = identity(fact)
         if self.inside or known in self._decided or is_data(fact) or not may_change(fact):
@@ -212,14 +218,14 @@ class Recorder:
         )
 
     def hold(self, value: Value, found: Any, message: str) -> None:
-        """Let the graph fail, with the message, where a value is another."""
+        """Add a check, failing with ``message``, that a value equals what was found in this run."""
         fact = identity(Expr(operator.eq, (value, found)))
         if not self.inside and fact not in self._decided:
             self._decided.add(fact)
             self.steps.append(check_step([(value, found)], message, self.scope, source_line()))
 
     def finish(self, result: Any) -> Recording:
-        """The recording of a run that is over and gave this result."""
+        """The recording of the run, which has returned ``result``."""
         self.failures.check()
         self._leave(self.model, self._buffers)
         output = self.arguments.output(result)
@@ -228,7 +234,7 @@ class Recorder:
 
     @contextmanager
     def silent(self) -> Generator[None, None, None]:
-        """What happens inside the block is not recorded."""
+        """Record nothing inside the block."""
         before, self.inside = self.inside, True
         try:
             yield
@@ -236,7 +242,7 @@ class Recorder:
             self.inside = before
 
     def step(self, op: str, target: Any, args: Args, kwargs: Mapping[str, Any]) -> Step:
-        """A step with its arguments written as values; not yet part of the recording."""
+        """A step with its arguments encoded as values; it is not yet part of the recording."""
         dtypes = self.dtypes.followed(args, dict(kwargs), len(self.steps))
         encoded = tuple(self._encode(arg, dtypes) for arg in args)
         named = {key: self._encode(arg, dtypes) for key, arg in kwargs.items()}
@@ -247,18 +253,18 @@ class Recorder:
         return self.arguments.encode(arg) if followed is None else followed
 
     def run(self, call: Call, args: Args, kwargs: Mapping[str, Any]) -> Any:
-        """Call with plain numbers, unrecorded."""
+        """Call with plain numbers in the place of live ones, without recording it."""
         with self.silent(), self.watch.watching(), compiling(False):
             return call(*stripped(args), **stripped(dict(kwargs)))
 
     def live(self, number: Any, call: str, *args: Any) -> Any:
-        """A number with the method call that computes it."""
+        """The number with the method call that computes it in the graph."""
         return live(number, Expr(call, args), self.session)
 
     def run_and_compare(
         self, call: Call, args: Args, kwargs: Kwargs, step: Step, operands: list[torch.Tensor]
     ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """Run a step; notes in it what the call did underneath, and returns which operands changed."""
+        """Run a step, note in it what its operations did, and return the result and the changed operands."""
         versions = [version_of(tensor) for tensor in operands]
         result = self.run(call, args, kwargs)
         if isinstance(call, Apply) and self.watch.read_numbers:
@@ -273,7 +279,7 @@ class Recorder:
         return result, tuple(tensor for tensor, before in pairs if version_of(tensor) != before)
 
     def commit(self, step: Step, result: Any, changed: tuple[torch.Tensor, ...]) -> Any:
-        """Add a step that has run; returns its result as what users' code gets."""
+        """Add a step that has run, and return its result as the model's code gets it."""
         self.steps.append(step)
         step.changes = tuple(self.origins.value(tensor) for tensor in changed)
         for tensor in changed:
@@ -286,15 +292,15 @@ class Recorder:
 
 
 def refuse_ragged(what: str) -> None:
-    """Say that the model does something with a size that depends on data, but for computing with it."""
+    """Refuse that the model uses a size that depends on data for more than arithmetic."""
     raise NumberReadError(f"{what} a size that depends on the numbers in a tensor", None)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed; what inference mode makes cannot be changed in place outside it."""
+    """How often a tensor was changed in place; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """What another tensor must have in common with one to take its place."""
+    """The properties that a tensor must share with another to take its place."""
     return tensor.shape, tensor.dtype, tensor.device

@@ -1,7 +1,7 @@
-"""What a model keeps from one call to its next outside its buffers: counters, states, temperatures.
+"""Finding state that a model keeps between calls outside its buffers: counters, states, temperatures.
 
-A graph has nothing but parameters and buffers to keep things in. A module that changes attributes of its own
-and then acts by them stays whole, as what it is; where the model's own forward does so, it is refused.
+A graph can keep state in parameters and buffers only. A module that changes its own attributes and acts by
+them in its next call is kept whole; if the model's own forward does so, the model is refused.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def remembering(
         model: the model.
         example: what it was traced on.
         changes: the attributes that runs of the model have changed.
-        known: what is kept whole for such a reason already.
+        known: the parts that are kept whole for this reason already.
 
     Raises:
         TraceError: the model's own forward does so.

@@ -1,4 +1,4 @@
-"""Replacing attributes and names for a while."""
+"""Replacing attributes and dict entries for the time of a block."""
 
 import inspect
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 ALONE = threading.RLock()
-"""Held by the one thread that traces: what it replaces, and random numbers, belong to the whole process."""
+"""The lock of tracing: the attributes that it replaces and the generators belong to the whole process."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Graphs at other sizes than those of the example."""
+"""Trying a graph on other sizes than those of the example."""
 
 import logging
 
@@ -13,11 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> frozenset[int]:
-    """The sizes of the example in the place of which others make the graph give something else.
+    """The sizes of the example that the graph must insist on, because it is wrong with other ones.
 
-    A size may have gone through code that makes a plain number of it unseen, as ``0.5 * x.shape[1]`` does:
-    Python asks the number on the left first. Each size is tried at the first other that the model takes; a
-    graph that fails there says so itself. Whole numbers on a GPU are not tried.
+    A size may have become a plain number unseen, as in ``0.5 * x.shape[1]``, where Python calls the method of
+    the number on the left. Each size is replaced by the first other one that the model accepts. A graph that
+    fails there by a check of its own is not wrong. Examples with whole numbers on a GPU are not tried.
     """
     if example.has_places_elsewhere:
         return frozenset()

@@ -1,7 +1,7 @@
-"""The structure of nested containers, as something a graph can check.
+"""Checks, as steps of a graph, of the structure of nested containers.
 
-A graph reaches for the parts that it was recorded with. If a list is longer, or a tensor is missing, on
-another run, it has to fail rather than to ignore the rest.
+A graph reads the parts that were there when it was recorded. If a list is longer or a tensor is missing in
+another run, the graph must fail instead of ignoring the difference.
 """
 
 import operator
@@ -17,7 +17,7 @@ Facts = list[tuple[Value, Any]]
 
 
 def structure_of(value: Value, example: Any) -> Facts:
-    """What holds of a value like this example: how long its containers are, and which parts are None."""
+    """The facts about a value structured like ``example``: lengths of containers, and parts that are None."""
     if example is None or isinstance(example, torch.Tensor):
         return [(Expr(operator.is_, (value, None)), example is None)]
     if not isinstance(example, list | tuple | Mapping):

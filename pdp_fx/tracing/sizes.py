@@ -27,13 +27,13 @@ class Session:
     """The recording that a live number belongs to.
 
     Attributes:
-        decided: called with what users' code has found true of live numbers, and whether it asked for that by
-            a comparison with a plain number above 1.
-        open: whether it is still running; once it is over, its numbers act like plain ones.
-        compared: whether users' code compared live numbers with each other or with 1. With a batch of one the
-            answer may be what it is by chance.
-        cast_in: the globals of users' code that called `int` or `float` on a live number, by their identity
-            and by which of the two.
+        decided: called with every comparison of live numbers in users' code, as it came out, and with whether
+            the code compared with a plain number above 1.
+        open: whether the recording is still running; after it live numbers act like plain ones.
+        compared: whether users' code compared live numbers with each other or with 1. For a batch of one such
+            a comparison may be true by chance.
+        cast_in: the globals of users' code that called `int` or `float` on a live number, by the id of the
+            globals and the name of the type.
     """
 
     decided: Callable[[Expr, bool], None]
@@ -66,7 +66,7 @@ Live = LiveInt | LiveFloat
 
 
 class LiveShape(tuple[int, ...]):
-    """A shape whose product stays alive; that of a `torch.Size` is a plain number."""
+    """A shape whose `numel` is a live number; that of a `torch.Size` is a plain one."""
 
     def __getitem__(self, place: Any) -> Any:
         found = super().__getitem__(place)
@@ -120,7 +120,7 @@ def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callab
         return live(number, Expr(call, (value_of(left, session), value_of(right, session))), session)
 
     def repeated(self: Any, other: Any) -> Any:
-        """Let Python repeat a list as often as it is to be multiplied, if it is one."""
+        """Leave the multiplication of a list to Python, and let the graph check the number of repetitions."""
         if call is operator.mul and isinstance(other, Sequence) and _is_asked_by_user(self.session, 3):
             note_fixed((self,), self.session)
         return NotImplemented
@@ -184,7 +184,7 @@ def _truth(self: Any) -> bool:
 
 
 def _fixed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What users' code asks to pick something by a number, as from a dict: that holds for this number."""
+    """A method by which something is picked, as from a dict by hash: the graph checks the number."""
 
     def ask(self: Any, *args: Any) -> Any:
         if _is_asked_by_user(self.session) and not only_says(sys._getframe(1)):
@@ -214,14 +214,14 @@ def _ufunc(self: Any, function: Any, method: str, *args: Any, **kwargs: Any) -> 
 
 
 def note_fixed(numbers: Iterable[Any], session: Session) -> None:
-    """Note that live numbers are what they are, because plain ones are made of them."""
+    """Let the graph check that live numbers are the same, because plain numbers were made of them."""
     for number in numbers:
         if isinstance(number, Live) and number.session is session:
             _note(session, operator.eq, number, plain(number))
 
 
 def _is_asked_by_user(session: Session, depth: int = 2) -> bool:
-    """Whether users' code has called the method that asks this, so many frames below."""
+    """Whether users' code has called the method, ``depth`` frames up, that asks this."""
     return session.open and is_users(sys._getframe(depth).f_code.co_filename)
 
 

@@ -14,7 +14,7 @@ _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.di
 
 
 _RUNNERS: set[CodeType] = set()
-"""The code of the functions that run models: what calls them is no code of a model."""
+"""The code objects of functions that run models; frames outside of these do not belong to a model."""
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

@@ -1,4 +1,4 @@
-"""What a recording is made of: steps in the order they happened, and values that refer to them.
+"""The data types of a recording: steps in the order they happened, and values that refer to them.
 
 A *step* is one thing the model did: a torch function, a method of a tensor, a leaf module. A *value* says
 where something comes from: a step's result, a parameter by name, or an expression over other values, such as
@@ -18,14 +18,17 @@ import torch
 from pdp_fx.tracing.outcome import Outcome
 
 DIFFERS_BY_MODE = "acts differently in training mode"
-"""Why a module without weights is kept whole although its data do not decide what it does."""
+"""The reason for keeping a module whole that has no weights and whose code follows the mode, not the data."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """One call of a module: its path, and the how manieth call of that path it is.
+    """One call of a module.
 
-    The root has the empty path and no parent.
+    Attributes:
+        path: the module's path; empty for the model itself.
+        count: the number of this call among all calls of the path, from 1; 0 for the model.
+        parent: the call inside which it happens; None for the model.
     """
 
     path: str
@@ -35,12 +38,12 @@ class Scope:
 
 @dataclass(frozen=True)
 class Whole:
-    """What is one step when it is called: the tracer does not look inside.
+    """A module, method or function whose calls are one step each: the tracer does not look inside.
 
     Attributes:
-        path: of a module.
-        method: the name of one method of the module, or of a function.
-        holder: the Python module or the class that has the function, if it is none of the model's methods.
+        path: the path of the module; empty for the model itself and for functions.
+        method: the name of a method of that module, or of the function; empty for the whole module.
+        holder: for a function, the Python module or the class that it is looked up in; else None.
     """
 
     path: str
@@ -59,23 +62,23 @@ class Step:
 
     Attributes:
         op: `placeholder`, `call_function`, `call_method` or `call_module`, as in `torch.fx`.
-        target: as in `torch.fx`; a method of the model itself, as a `call_module` of a `Whole`.
-        args: positional arguments; values stand for what was computed.
+        target: as in `torch.fx`; for a method of the model itself, a `call_module` of a `Whole`.
+        args: positional arguments, in which values stand for what was computed.
         kwargs: keyword arguments, likewise.
         scope: the module call that it happened in.
-        source: the user's line, `file.py:line`.
-        data: whether its numbers depend on inputs, parameters, buffers or chance, so that no branch may use
-            them.
+        source: the line of the model's code, `file.py:line`.
+        data: whether its numbers depend on inputs, parameters, buffers or random numbers, so that no branch
+            may depend on them.
         ragged: whether its sizes depend on such numbers.
-        varies: whether inputs had a part in it, if only by their sizes.
-        changes: the values it changes in place.
-        observed: whether somebody other than the users of its result sees that change.
+        varies: whether it depends on inputs, be it on their sizes only.
+        changes: the values that it changes in place.
+        observed: whether the change is seen by more than the users of its result.
         random: whether it drew random numbers.
-        updates: whether it changed running statistics, or other buffers of the module that it is.
-        reason: for an opaque module, why it was not traced through.
-        reads_numbers: whether something opaque read numbers out of tensors.
-        sized: whether the model reads such sizes.
-        decides: whether it checks what users' code has found true of sizes.
+        updates: whether it changed running statistics, or other buffers of the module that it calls.
+        reason: why it was kept whole, or the empty string.
+        reads_numbers: whether it is kept whole and read numbers out of tensors.
+        sized: whether the model reads a size of its result that depends on numbers.
+        decides: whether it is a check of a comparison of sizes by which the model's code decided.
     """
 
     op: str
@@ -98,7 +101,7 @@ class Step:
 
     @property
     def called(self) -> str:
-        """What a reader knows the target as."""
+        """The name of the target for messages."""
         return str(getattr(self.target, "__name__", self.target))
 
 
@@ -135,8 +138,8 @@ class Recording:
     Attributes:
         steps: in order, the placeholders first.
         output: what the model returned, with values for what was computed.
-        scopes: the module calls that happened, also those without a step of their own.
-        outcome: what the run gave; None if nothing was run.
+        scopes: all module calls that happened, including those without steps.
+        outcome: the outcome of the run; None if nothing was run.
     """
 
     steps: tuple[Step, ...]
@@ -150,10 +153,10 @@ class UnrecordableError(Exception):
 
     Attributes:
         reason: what it does, as the end of a sentence that begins with the module.
-        whole: what has to stay whole, for now None if that is the innermost module or method.
-        instead_of: what was kept whole in vain.
-        source: the line that does it, if the run has gone on from there; else it is in the traceback.
-        more: what else the same run has shown.
+        whole: the part to keep whole; None if that is still to be found (`blame.to_blame`).
+        instead_of: a part that was kept whole in vain, or None.
+        source: the line that does it, if the run has continued after it; else the line is in the traceback.
+        more: further errors of the same run.
     """
 
     def __init__(self, reason: str, whole: "Whole | None" = None, instead_of: "Whole | None" = None) -> None:
@@ -168,7 +171,7 @@ class UnrecordableError(Exception):
 class NumberReadError(UnrecordableError):
     """Raised when a number that depends on data is read.
 
-    The recording is lost, but the run can go on with the number, to see what else would be lost.
+    The recording is useless then, but the run can continue with the number to find further such places.
 
     Attributes:
         number: what was read: a number, or a structure of numbers.
@@ -180,11 +183,11 @@ class NumberReadError(UnrecordableError):
 
 
 LAYOUT = frozenset({"size", "numel", "stride", "storage_offset", "is_same_size"})
-"""Methods of tensors that tell how they lie in memory, whatever numbers are in them."""
+"""Methods of tensors whose result depends on shape and memory layout, and not on the numbers in them."""
 
 
 def is_data(value: Any) -> bool:
-    """Whether numbers behind a value depend on inputs, parameters, buffers or chance."""
+    """Whether a value depends on numbers in inputs, parameters, buffers, or on random numbers."""
     if isinstance(value, Step):
         return value.data
     if isinstance(value, Expr):
@@ -193,14 +196,14 @@ def is_data(value: Any) -> bool:
 
 
 def is_ragged(value: Any) -> bool:
-    """Whether sizes behind a value depend on such numbers."""
+    """Whether a value depends on sizes that depend on such numbers (`is_data`)."""
     if isinstance(value, Step):
         return value.ragged
     return isinstance(value, Expr) and any(is_ragged(arg) for arg in value.args)
 
 
 def varies(value: Any) -> bool:
-    """Whether inputs had a part in a value, if only by their sizes."""
+    """Whether a value depends on inputs, be it on their sizes only."""
     if isinstance(value, Step):
         return value.varies
     return isinstance(value, Expr) and any(varies(arg) for arg in value.args)
@@ -214,13 +217,13 @@ def is_input(value: Any) -> bool:
 
 
 def may_change(fact: Expr) -> bool:
-    """Whether a comparison is of different things, one of which another run may change."""
+    """Whether a comparison may come out differently in another run: its operands differ, and one varies."""
     operands = {identity(arg) for arg in fact.args}
     return len(operands) > 1 and any(varies(arg) for arg in fact.args)
 
 
 def identity(value: Any) -> Hashable:
-    """What expressions of numbers have in common if they compute the same from the same."""
+    """A key that two expressions share if they are the same computation of the same values."""
     if isinstance(value, Expr):
         return value.call, tuple(identity(arg) for arg in value.args)
     return tuple(map(identity, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Containers around tensors: taking them apart, and writing them as graph arguments."""
+"""Nested containers and objects around tensors: iterating over their parts, copying and classifying them."""
 
 import copy
 import dataclasses
@@ -42,10 +42,10 @@ def is_record(value: object) -> bool:
 
 
 def is_remade(value: object) -> bool:
-    """Whether the class of a record, called with its fields, makes its like.
+    """Whether calling the class of a record with its fields makes an equal record.
 
-    It does not where it computes more than its fields, or where more was put in; a record that is a mapping,
-    too, puts its fields in itself.
+    It does not if the class computes something in ``__post_init__``, or if the record has further attributes.
+    A record that is also a mapping, such as a ModelOutput, does that only to store its fields as items.
     """
     if not is_record(value):
         return False

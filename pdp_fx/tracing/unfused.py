@@ -8,10 +8,10 @@ import torch
 
 @contextmanager
 def unfused_attention() -> Generator[None, None, None]:
-    """Let layers of `torch.nn` compute as they do in training.
+    """Let the attention layers of `torch.nn` compute in eval mode as they do in training mode.
 
-    The fused path looks at the numbers of a padding mask, hides the parts that channels go through, and
-    leaves zeros where a sentence is padded; elsewhere it gives the same, up to rounding.
+    The fused path looks at the numbers in a padding mask, hides the operations that channels go through, and
+    returns zeros at padded positions; elsewhere its results are the same up to rounding.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

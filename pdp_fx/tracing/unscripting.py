@@ -1,4 +1,4 @@
-"""Functions that TorchScript has compiled, which nobody can listen to, run as the Python they once were."""
+"""Running the Python source of functions that TorchScript has compiled, because a recorder sees only that."""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Running a model or its graph on the example inputs, leaving no trace."""
+"""Running a model or its graph on example inputs and undoing all that the run has changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,26 +10,26 @@ from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.outcome import Outcome, outcome
 
 Runner = Callable[[Any, ExampleCall], Any]
-"""What calls a model."""
+"""Calls a model with the arguments of an example call and returns its output."""
 
 
 def run(
     model: nn.Module, example: ExampleCall, training: bool, runner: Runner | None = None, *others: nn.Module
 ) -> Outcome:
-    """Run a model in one mode and put everything back.
+    """Run a model in one mode, and restore all state afterwards.
 
     Args:
         model: a model or its graph module.
         example: the arguments.
         training: the mode.
         runner: calls the model; None calls it as it is.
-        others: modules to be put back, too.
+        others: further modules whose state is restored.
     """
     return forgetting(lambda: _run(model, example.fresh(), training, runner or _call), model, *others)
 
 
 def tried(model: nn.Module, example: ExampleCall, training: bool, *others: nn.Module) -> Outcome | Exception:
-    """What a model gives in one mode on an example that it may not take, or why it does not take it."""
+    """The outcome of a model in one mode on an example that it may refuse, or the error that it raises."""
     try:
         work = lambda: _run(model, example.fresh(), training, _call)  # noqa: E731
         return forgetting(work, model, *others, expected=(Exception,))
@@ -38,7 +38,7 @@ def tried(model: nn.Module, example: ExampleCall, training: bool, *others: nn.Mo
 
 
 def twice(first: ExampleCall) -> Runner:
-    """Call a model on ``first``, and then on what it is given: what it keeps for its next call shows then."""
+    """A runner that calls a model on ``first`` before the example, which shows state kept between calls."""
 
     def call(model: Any, second: ExampleCall) -> Any:
         _call(model, first.fresh())
@@ -52,7 +52,7 @@ def _run(model: nn.Module, call: ExampleCall, training: bool, runner: Runner) ->
 
 
 def _call(model: nn.Module, call: ExampleCall) -> Any:
-    """Call a model; a graph module, called as such, would print its code after an error."""
+    """Call a model; `nn.Module.__call__` avoids that a graph module prints its code after an error."""
     if isinstance(model, fx.GraphModule):
         return nn.Module.__call__(model, *call.args, **call.kwargs)
     return model(*call.args, **call.kwargs)

@@ -1,4 +1,4 @@
-"""Taking back checks of sizes that turn out to be stricter than the model is."""
+"""Removing checks of sizes that turn out to be stricter than the model."""
 
 import logging
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Mapping[bool, Outcome]) -> bool:
-    """Erase the checks of sizes that fail on an example, if the graph is right there without them.
+    """Erase the checks of sizes that fail on an example, if the graph is right for it without them.
 
-    A model may go different ways to the same end, such as to expand something or not.
+    A model may take different branches with equal results, such as to expand a tensor of size 1 or not.
 
     Args:
         gm: the graph; changed only if it is right.
@@ -51,7 +51,7 @@ def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Ma
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a node works out a number from sizes, if nobody uses it any more."""
+    """Whether a node only computes a number from sizes, so that it can go once it has no users."""
     if node.op == "call_method":
         return node.target in LAYOUT
     return getattr(node.target, "__module__", "") in NUMBER_HOMES and not acts_in_place(node)

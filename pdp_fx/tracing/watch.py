@@ -56,13 +56,13 @@ class Watch(TorchDispatchMode):
         self._ragged = WeakTensorKeyDictionary()
         self._generators = generator_states()
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
-        # The weak references see to it that the identity of memory that was freed is not given out again.
+        # While a weak reference to a storage exists, its address is not reused for another one.
         self._ours: dict[int, StorageWeakRef] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             self.own(tensor)
 
     def own(self, tensor: torch.Tensor) -> None:
-        """Take the storage of a tensor for one of the run."""
+        """Note that the storage of a tensor belongs to this run."""
         storage = storage_of(tensor)
         if storage not in self._ours:
             self._ours[storage] = StorageWeakRef(tensor.untyped_storage())
@@ -76,9 +76,9 @@ class Watch(TorchDispatchMode):
         return storage_of(tensor) in self._ours
 
     def makes_ragged(self, tensor: torch.Tensor) -> bool:
-        """Whether the size of a tensor may follow, by operations, from one that depends on numbers.
+        """Whether the size of a tensor may follow from one that depends on numbers.
 
-        What such a tensor is written into keeps its size.
+        A tensor that such a tensor is written into keeps its own size.
         """
         return tensor in self._ragged
 
@@ -92,7 +92,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Generator["Watch", None, None]:
-        """Watch one call: the attributes tell about it afterwards."""
+        """Watch one call; afterwards the attributes describe it."""
         self.random = self.ragged = self.read_numbers = self.read_weights = self.updates = False
         self.touched = set()
         state = torch.default_generator.get_state()

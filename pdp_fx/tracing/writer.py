@@ -1,7 +1,7 @@
-"""Writing nodes: attributes, constants and expressions once each, flags, and steps with or without a gate.
+"""Writing the nodes of a traced graph: attributes, constants, expressions, training flags, and steps.
 
-Expressions are written right behind the node they are about, however late they are needed, so that every node
-has one place whichever mode asked for it first.
+Attributes, constants and expressions are written once. An expression is inserted right after the last of its
+operands, even if it is first needed later, so that its position does not depend on which mode needs it first.
 """
 
 import math
@@ -30,12 +30,12 @@ _CHANGES_STATE = (
 )
 
 CONSTANT = "_tensor_constant"
-"""How the names of tensors begin that were made before the run, or of numbers."""
+"""The beginning of the names of constants: tensors from before the run, or made of plain numbers."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A condition for a step: that a module is, or is not, in training mode."""
+    """The condition of a gated step: the module ``owner`` is in training mode, or is not."""
 
     owner: str
     training: bool
@@ -64,11 +64,11 @@ class Writer:
         self._root_mode = ""
 
     def at(self, owner: str, source: str) -> None:
-        """Say which module and which line the next nodes come from."""
+        """Set the module and the source line of the nodes that are written next."""
         self._meta = {"owner": owner, "source": source}
 
     def step(self, step: Step, args: Any, kwargs: Any, gate: Gate | None = None) -> fx.Node:
-        """Write a step."""
+        """Write a step; with a gate it is called only if the gate's condition holds."""
         target = self._method(step.target) if isinstance(step.target, Whole) else step.target
         if gate is None:
             node = self._node(step.op, target, args, kwargs)
@@ -136,7 +136,7 @@ class Writer:
         return node
 
     def _reach_after(self, node: fx.Node) -> None:
-        """Let parts of what this node checks the length of be reached for behind it only."""
+        """Insert reads of parts of a container after this node if it checks the container's length."""
         if node.target is torch._assert:
             for length in _lengths(node.args[0]):
                 self._tails[length.all_input_nodes[0]] = node
@@ -159,7 +159,7 @@ class Writer:
         return self._expressions[key]
 
     def gate_of(self, args: Any) -> Gate | None:
-        """The gate behind an argument, if one of them exists in one mode only."""
+        """The gate of an argument that is computed in one mode only, or None."""
         return next((self._gates[node] for node in _nodes(args) if node in self._gates), None)
 
     def is_harmless(self, step: Step, training: bool) -> bool:
@@ -212,7 +212,7 @@ def _nodes(args: Any) -> list[fx.Node]:
 
 
 def _lengths(condition: Any) -> list[fx.Node]:
-    """Where a condition asks how long containers that are no inputs are."""
+    """The nodes of a condition that ask for the length of a container which is not an input."""
     asked = condition.all_input_nodes if isinstance(condition, fx.Node) else []
     lengths = [node for node in asked if node.target is operator.length_hint]
     return [node for node in lengths if node.all_input_nodes[0].op != "placeholder"]

@@ -1,8 +1,8 @@
-"""Which parameters of a computed weight a single weight can be pruned in.
+"""Which parameters behind a computed weight can be masked in the weight's place.
 
-No table says what an operation does to a weight. The part of the graph that computes it is run
-instead, with one half of a parameter set to zero, and then with the other: where zeros of the
-parameter come out as zeros of the weight, a mask of the parameter is a mask of the weight.
+There is no table of what operations do to zeros. Instead, the part of the graph that computes the weight is
+run with one half of a parameter set to zero, and then with the other half: if zeros of the parameter become
+zeros of the weight, a mask on the parameter acts as a mask on the weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdp_fx.weights.sources import NOTHING, run_through, sources_of
 Values = dict[str, Tensor]
 
 TRIES = 4
-"""How many single zeros are tried; some may hit what is cut off before the weight is used."""
+"""How many single zeros are tried; some may hit a part of the parameter that the weight does not use."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Effect:
     """What a parameter does to a weight that is computed from it.
 
     Attributes:
-        keeps_zeros: whether every place of the weight that follows the parameter is 0 with a part of it.
-        input_axis: the axis of the parameter whose index j is that of the weight's input channels, or None.
+        keeps_zeros: whether every element of the weight that depends on the parameter is 0 if a part of the
+            parameter is 0.
+        input_axis: the axis of the parameter whose indices are those of the weight's input channels, or None.
     """
 
     keeps_zeros: bool
@@ -61,7 +62,7 @@ def effects(
 
 
 def _effect(run: _Run, name: str, axis: int | None) -> Effect:
-    """Every place that follows the parameter must be 0 with one half of it or with the other."""
+    """The effect of one parameter, by setting one half of it to 0 and then the other."""
     dense = run.values[name]
     holes = run.random(dense.shape).to(dense.device) < 0.5
     halves = [run.result(name, dense * half) for half in (holes, ~holes)]
@@ -76,7 +77,7 @@ def _effect(run: _Run, name: str, axis: int | None) -> Effect:
 
 
 def _runs_along(run: _Run, name: str, own: int, axis: int) -> bool:
-    """Whether places of an axis of the parameter are those of an axis of the weight."""
+    """Whether the indices of axis ``own`` of the parameter are those of ``axis`` of the weight."""
     size = run.values[name].shape[own]
     return all(
         _is_column(run, name, own, place, axis) for place in {0, min(1, size - 1), size // 2, size - 1}
@@ -95,7 +96,7 @@ def _misses_single_zeros(run: _Run, name: str) -> bool:
 
 
 def _is_column(run: _Run, name: str, own: int, place: int, axis: int) -> bool:
-    """Whether nothing but index ``place`` of the weight's axis vanishes with that of the parameter's."""
+    """Whether zeros at index ``place`` of the parameter make only that index of the weight 0, or nothing."""
     values = run.values[name].clone()
     values.select(own, place).zero_()
     zeros = run.zeros(run.result(name, values))
@@ -104,7 +105,7 @@ def _is_column(run: _Run, name: str, own: int, place: int, axis: int) -> bool:
 
 
 class _Run(fx.Interpreter):
-    """Computes a weight; where a parameter is 0, as adapters start, it has another value."""
+    """Computes a weight; zeros in a parameter, as in new adapters, are replaced by other values."""
 
     def __init__(self, gm: fx.GraphModule, weight: fx.Node, sizes: Mapping[fx.Node, Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)

@@ -1,4 +1,4 @@
-"""What a weight is computed from."""
+"""Which nodes a weight is computed from, and running only these."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def sources_of(node: fx.Node, known: Collection[fx.Node] = ()) -> list[fx.Node]:
 
 
 def computed_with(weight: fx.Node, trains: set[fx.Node]) -> list[fx.Node]:
-    """What goes along if a weight is computed elsewhere, in graph order: its sources, and steps of training.
+    """The nodes to move if a weight is computed elsewhere, in graph order: its sources and training steps.
 
-    Those are among its sources if they write to what it reads, as power iterations do.
+    Training steps belong to it if they write to what it reads, as power iterations do.
 
     Args:
         weight: a node that depends on parameters, buffers and constants only.
@@ -50,7 +50,7 @@ def computed_with(weight: fx.Node, trains: set[fx.Node]) -> list[fx.Node]:
     while span[-1] is not weight:
         span.append(span[-1].next)
     while span[0].prev in trains and not acts_in_place(span[0].prev):
-        span.insert(0, span[0].prev)  # as what turns gradients off for a step
+        span.insert(0, span[0].prev)  # such as the node that turns gradients off for a training step
     if not any(node in trains and acts_in_place(node) for node in span):
         return sources
     return sorted({source for node in span for source in sources_of(node)})
@@ -95,12 +95,14 @@ def sizes_read(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, Any]:
 
 
 def run_through(run: fx.Interpreter, nodes: list[fx.Node], known: Mapping[fx.Node, Any] = NOTHING) -> None:
-    """Run the sources of a weight; what lends a dtype and is none of them has that of the parameters.
+    """Run the sources of a weight.
+
+    A node that reads the dtype or device of a tensor outside the sources gets that of the parameters.
 
     Args:
         run: runs each node.
         nodes: the sources, in graph order.
-        known: what some of them give.
+        known: the results of some of them.
     """
     for node in nodes:
         if node in known:
@@ -113,13 +115,13 @@ def run_through(run: fx.Interpreter, nodes: list[fx.Node], known: Mapping[fx.Nod
 
 
 def computed(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
-    """What a node that depends on nothing given gives in eval mode, differentiable in its parameters."""
+    """The value in eval mode of a node that depends on no input, differentiable in its parameters."""
     with evaluating(gm):
         return value_of(gm, weight)
 
 
 def value_of(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
-    """What a node that depends on nothing given gives in the mode that the module is in."""
+    """The value of a node that depends on no input, in the mode that the module is in."""
     run = fx.Interpreter(gm, garbage_collect_values=False)
     run_through(run, sources_of(weight))
     return run.env[weight]

@@ -1,8 +1,8 @@
-"""Computed weights that can be pruned as they are computed.
+"""Computed weights that can be pruned in the place of a parameter.
 
-Where zeros of no parameter come out as zeros of the weight, as in weight standardisation, the value itself
-can be pruned if it has the shape of a parameter that nothing else uses: masks are put on the value, and
-`convert` writes it into the parameter.
+With weight standardisation, for example, zeros of no parameter become zeros of the weight. The computed value
+itself can then be pruned if it has the shape of a parameter that nothing else uses: masks are applied to the
+value, and `convert` writes the masked value into that parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdp_fx.weights.sources import asks_kind, computed_with, sources_of, stored_
 from pdp_fx.weights.writes import idle_in_eval, memory_written
 
 SWITCH = When(torch._C._set_grad_enabled)
-"""What turns gradients off or on for a step of training."""
+"""The target of nodes that turn gradients off or on for a training step."""
 
 
 class Standing:
@@ -59,10 +59,10 @@ class Standing:
         if not self._overwritten.isdisjoint(sources):
             return None
         if any(asks_kind(node) and node.args[0] not in sources for node in sources):
-            return None  # What is written down does not follow the data's dtype.
+            return None  # A stored value does not follow the data's dtype.
         value = value_of(self._gm, weight)
         if not torch.equal(value, value_of(self._gm, weight)):
-            return None  # It is drawn anew in every run, so one value cannot stand for it.
+            return None  # It depends on random numbers, so no stored value is right.
         read = {name: tensor for node in sources for name, tensor in self._read_by(node).items()}
         if not self._moves(weight, {storage_of(tensor) for tensor in read.values()}):
             return None

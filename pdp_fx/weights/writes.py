@@ -1,4 +1,4 @@
-"""Steps of training that write to parameters and buffers, as power iterations do."""
+"""Nodes that write to parameters and buffers, such as training steps of spectral norm (power iterations)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Writes = dict[fx.Node, set[str]]
 
 
 def idle_in_eval(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that do nothing in eval mode: steps of training, as power iterations, and what they read."""
+    """The nodes that do nothing in eval mode: training steps, and what only serves these."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         serves = bool(node.users) and found.issuperset(node.users)
@@ -88,10 +88,9 @@ def memory_written(
 def read_before_written(
     gm: fx.GraphModule, names: Mapping[int, str], written: Writes, trains: set[fx.Node]
 ) -> set[str]:
-    """The parameters that training steps write to after they have been read for anything else.
+    """The parameters that training steps write to after something else has read them.
 
-    What was made of them is then not what they are: a masked value would not follow, and its gradient needs
-    what they were.
+    A masked value that was computed before the write would be outdated, and its gradient needs old values.
 
     Args:
         gm: the graph module, inside a `trial` of it.
@@ -110,7 +109,7 @@ def read_before_written(
 
 
 def _used_by(gm: fx.GraphModule, node: fx.Node, names: Mapping[int, str], stored: set[fx.Node]) -> set[str]:
-    """The parameters that a node reads at once; those without gradients only if others are made of them."""
+    """The parameters that a node reads directly; one without gradients counts only if the node is stored."""
     if node.target is getattr or node.target in LAYOUT:
         return set()
     called = called_module(node)
