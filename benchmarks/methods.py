@@ -28,7 +28,7 @@ from benchmarks.rivals import (
 )
 from benchmarks.rivals.acdc import phases
 from benchmarks.rivals.optg import ramp
-from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
+from pdp_fx import NM, Channels, PruneSpec, Schedule, ShrinkMask, Unstructured
 from pdp_fx.spec import Allocation, Rule
 
 FULL = 120
@@ -154,6 +154,12 @@ def _pdp_hard(budget: Budget, knob: float | None, **options: Any) -> Method:
     return Method(None, schedule, options={"forward": "hard", **options})
 
 
+def _pdp_shrink(budget: Budget, knob: float | None) -> Method:
+    """Masks that rise from 0 at the threshold, and layers that are ranked anew all along the same ramp."""
+    schedule = Schedule.fit(budget.total, 0.05, 0.5, per="step", shape="cubic")
+    return Method(ShrinkMask, schedule, "dynamic")
+
+
 def _gmp(budget: Budget, knob: float | None) -> Method:
     return Method(GMP, Schedule.fit(budget.epochs, 0.2, 0.8, shape="cubic"), "uniform")
 
@@ -243,6 +249,7 @@ METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp-relative": partial(_pdp, tau="rel:0.1"),
     "pdp-hard": _pdp_hard,
     "pdp-hard-decay": partial(_pdp_hard, pruned_decay=2e-4),
+    "pdp-shrink": _pdp_shrink,
     "cs": _cs,
     "gmp": _gmp,
     "dnw": _dnw,

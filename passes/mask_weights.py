@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.granularity import NM, Unstructured
-from pdp_fx.masks import MaskOwnWeight, NMMask, WeightMask
+from pdp_fx.masks import MaskOwnWeight, NMMask, Thresholded, WeightMask
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.together import Together
@@ -36,7 +36,7 @@ class MaskWeights(Pass):
         for site, rule in ctx.get(Plan).weights:
             weight = gm.get_parameter(site.parameter)
             mask = masks[id(weight)] = _mask_for(site, rule, weight, ctx.spec)
-            if isinstance(mask, WeightMask):
+            if isinstance(mask, Thresholded):
                 mask.together = together
             key = pruner.add(site.parameter, mask, rule)
             if site.parameter in exposed.nodes:

@@ -74,8 +74,8 @@ class Tempered(MaskPolicy):
         return ", ".join(filter(None, (super().extra_repr(), f"tau={self.tau}")))
 
 
-class WeightMask(Tempered, WeightPolicy):
-    """PDP for single weights (paper, section 3.1).
+class Thresholded(WeightPolicy):
+    """A mask of single weights that is made from the layer's threshold t.
 
     Attributes:
         together: finds the thresholds on a GPU; all masks of a model share one.
@@ -85,26 +85,40 @@ class WeightMask(Tempered, WeightPolicy):
         super().__init__(site)
         self.together = Together()
 
-    def soft(self, weight: Tensor) -> Tensor:
-        count = self.known_count(weight)
-        if count == 0:
-            return weight
-        if self.tau.hard:
-            return straight_through(weight, self.hard(weight))
-        return soft_mask(weight, self._threshold(weight, count), self.temperature(weight))
+    def threshold(self, weight: Tensor, count: int | None) -> Threshold:
+        """T for pruning `count` weights, halfway between the largest pruned and the smallest kept magnitude.
 
-    def soft_values(self, *weights: Tensor) -> Tensor:
-        (weight,) = weights
-        t = self._threshold(weight, self.known_count(weight))
-        return soft_mask_value(weight, t, self.temperature(weight))
+        Args:
+            weight: the weights of the layer.
+            count: what `known_count` says of them.
 
-    def _threshold(self, weight: Tensor, count: int | None) -> Threshold:
+        Returns:
+            A number where it can be read without waiting for a device, else a 0-dim tensor; -inf where
+            nothing is pruned.
+        """
         if gpu.usable(weight):
             return self.together.threshold(self, weight)
         if count is None or not 0 < count < weight.numel():
             return threshold(weight, self.count)
         largest_pruned, smallest_kept = self.ranking.around(weight, count)
         return float(0.5 * largest_pruned + 0.5 * smallest_kept)
+
+
+class WeightMask(Tempered, Thresholded):
+    """PDP for single weights (paper, section 3.1)."""
+
+    def soft(self, weight: Tensor) -> Tensor:
+        count = self.known_count(weight)
+        if count == 0:
+            return weight
+        if self.tau.hard:
+            return straight_through(weight, self.hard(weight))
+        return soft_mask(weight, self.threshold(weight, count), self.temperature(weight))
+
+    def soft_values(self, *weights: Tensor) -> Tensor:
+        (weight,) = weights
+        t = self.threshold(weight, self.known_count(weight))
+        return soft_mask_value(weight, t, self.temperature(weight))
 
 
 class NMMask(Tempered, NMPolicy):

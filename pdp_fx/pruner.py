@@ -23,7 +23,7 @@ from pdp_fx.masks import MaskLayout
 from pdp_fx.naming import free_name
 from pdp_fx.planning import CHILD, Planner, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress
-from pdp_fx.schedule import share
+from pdp_fx.schedule import ranks_anew, share
 from pdp_fx.spec import Channels, PruneSpec, Rule
 from pdp_fx.tracing.preserve import preserved
 
@@ -106,9 +106,10 @@ class Pruner(nn.Module):
         return not targets or bool((torch.stack(targets) != UNSET).all())
 
     def step(self, gm: fx.GraphModule) -> None:
-        """Advance the schedule by one epoch or step; fix the targets when the ramp starts."""
-        counter = int(self.counter) + 1
-        if counter >= self.spec.schedule.start and not self.allocated:
+        """Advance the schedule by one epoch or step; set the targets when the ramp starts, or on its way."""
+        counter, schedule = int(self.counter) + 1, self.spec.schedule
+        due = self.spec.allocation == "dynamic" and ranks_anew(schedule, counter)
+        if due or (counter >= schedule.start and not self.allocated):
             self.fix_targets(gm)
         self.counter.fill_(counter)
         self.advance_masks()

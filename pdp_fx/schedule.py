@@ -15,6 +15,9 @@ from pdp_fx.field_checks import finite_number, one_of, store, whole_number
 Unit: TypeAlias = Literal["epoch", "step"]
 Shape: TypeAlias = Literal["linear", "cubic"]
 
+RANKINGS = 100
+"""How often at most a dynamic allocation ranks the weights of all layers while the ramp runs."""
+
 _TOLERANCE = 1e-9
 """How far below 1 a share counts as 1: fifty times 1/50 must end the ramp, whatever the rounding."""
 
@@ -135,6 +138,12 @@ def share(schedule: Schedule, counter: int) -> float:
         return 1.0
     progress = schedule.epsilon * (counter - schedule.start)
     return progress if schedule.shape == "linear" else 1.0 - (1.0 - progress) ** 3
+
+
+def ranks_anew(schedule: Schedule, counter: int) -> bool:
+    """Whether a dynamic allocation ranks at `counter`: evenly spaced, and last at the end of the ramp."""
+    length, done = schedule.ramp_end - schedule.start, counter - schedule.start
+    return 0 <= done <= length and (done % math.ceil(length / RANKINGS) == 0 or done == length)
 
 
 def _one_over(count: int) -> float:

@@ -34,7 +34,7 @@ from pdp_fx.spec_text import (
     to_toml,
 )
 
-Allocation: TypeAlias = Literal["global", "uniform"]
+Allocation: TypeAlias = Literal["global", "dynamic", "uniform"]
 Forward: TypeAlias = Literal["soft", "hard"]
 
 _PAPER_SCHEDULE = Schedule()
@@ -56,10 +56,12 @@ class PruneSpec:
         tau: softness of the masks in squared units of the weights, m = sigmoid((w^2 - t^2) / tau), above 0
             (paper, section 3.1). "rel:c" stands for c times the mean square of the layer's weights (of a
             group's channel scores) at each step, so that it does not depend on the scale of the weights.
-        allocation: "global" lets the magnitudes of all layers together decide how much of each is pruned, as
-            the paper does; "uniform" gives each layer its rule's ratio.
-        min_keep: under global allocation no layer keeps less than this share of what uniform allocation would
-            keep, from 0 (the paper's unguarded ranking) to 1 (uniform).
+        allocation: "global" ranks the magnitudes of all layers together once, when the ramp starts, and so
+            fixes how much of each layer goes (the paper); "dynamic" repeats that ranking while the ramp
+            runs, after each call of `step` but about a hundred times at most; "uniform" gives each layer
+            its rule's ratio.
+        min_keep: unless the allocation is uniform, no layer keeps less than this share of what a uniform
+            allocation would keep, from 0 (the paper's unguarded ranking) to 1 (uniform).
         tau_end: the number in tau when the target is reached; tau changes geometrically from its start to
             this end during the ramp. None keeps it constant.
         forward: what layers compute with in training mode. "soft" is w m, as in the paper (equation 1).
@@ -109,7 +111,7 @@ class PruneSpec:
             overrides=normalised(overrides),
             schedule=_checked_schedule(schedule),
             tau=tau if isinstance(tau, str) else finite_number("PruneSpec: tau", tau),
-            allocation=one_of("PruneSpec: allocation", allocation, ("global", "uniform")),
+            allocation=one_of("PruneSpec: allocation", allocation, ("global", "dynamic", "uniform")),
             min_keep=finite_number("PruneSpec: min_keep", min_keep),
             tau_end=None if tau_end is None else finite_number("PruneSpec: tau_end", tau_end),
             forward=one_of("PruneSpec: forward", forward, ("soft", "hard")),

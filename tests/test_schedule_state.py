@@ -1,5 +1,6 @@
 """The counter, the targets and the counts, from the first step to the last, and across a checkpoint."""
 
+import copy
 import io
 from typing import Any
 
@@ -11,7 +12,7 @@ import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, Unstructured
 from pdp_fx.granularity import Rule
 from pdp_fx.policy import MILLION
-from pdp_fx.schedule import share
+from pdp_fx.schedule import ranks_anew, share
 from tests.nets import RULES, at_once, counts, mask_of, net, state
 
 RAMP = Schedule(start=2, epsilon=0.3)
@@ -149,3 +150,53 @@ def test_broken_weights_are_found_when_the_targets_are_fixed() -> None:
     with pytest.raises(SpecError, match=r"fc.weight: weights are NaN or infinite.*check the training"):
         pdp_fx.step(prepared)
     assert int(state(prepared).counter) == 1
+
+
+def test_a_dynamic_allocation_follows_the_weights_until_the_ramp_is_over() -> None:
+    model, x = net("residual")
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.7), schedule=RAMP, allocation="dynamic"), x)
+    fc, mask, found = prepared.get_parameter("fc.weight"), mask_of(prepared, "fc_weight"), list[int]()
+    for number in range(1, 9):
+        with torch.no_grad():
+            fc.mul_(100.0 if number % 2 else 0.01)
+        pdp_fx.step(prepared)
+        found.append(int(mask.target))
+        if number >= RAMP.start:
+            targets = [int(each.target) for _, each in state(prepared).mask_items()]
+            sizes = [
+                prepared.get_parameter(m.parameters_read[0]).numel() for _, m in state(prepared).mask_items()
+            ]
+            assert sum(targets) == round(0.7 * sum(sizes))
+    assert RAMP.ramp_end == 6
+    assert found[1] > found[2] < found[3] > found[4] < found[5]
+    assert found[5:] == [found[5]] * 3
+
+
+def grow(prepared: fx.GraphModule, steps: int) -> None:
+    """Steps between which one layer grows, so that each ranking gives it less to lose."""
+    for _ in range(steps):
+        with torch.no_grad():
+            prepared.get_parameter("fc.weight").mul_(1.5)
+        pdp_fx.step(prepared)
+
+
+def test_a_dynamic_allocation_goes_on_as_if_it_had_not_been_stopped() -> None:
+    spec = PruneSpec(Unstructured(0.7), schedule=RAMP, allocation="dynamic")
+    whole, again = (pdp_fx.prepare(net("residual")[0], spec, net("residual")[1]) for _ in range(2))
+    grow(whole, 4)
+    again.load_state_dict(copy.deepcopy(whole.state_dict()))
+    grow(whole, 4)
+    grow(again, 4)
+    assert counts(again) == counts(whole)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("length", [1, 7, 99, 100, 101, 5000, 123_457])
+def test_layers_are_ranked_anew_about_a_hundred_times_and_last_at_the_end_of_the_ramp(length: int) -> None:
+    ramp = Schedule(start=3, epsilon=1 / length, per="step")
+    ranked = [counter for counter in range(ramp.ramp_end + 10) if ranks_anew(ramp, counter)]
+    assert ranked[0] == 3
+    assert ranked[-1] == ramp.ramp_end
+    assert len(ranked) <= 102
+    assert len(ranked) >= min(length, 50)

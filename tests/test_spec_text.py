@@ -57,7 +57,7 @@ specs = st.builds(
     st.dictionaries(st.one_of(names, regexes, types), st.one_of(st.none(), rules), max_size=5),
     st.one_of(schedules, st.integers(2, 500).map(Schedule.fit)),
     tau=st.one_of(st.floats(0, 1e6, exclude_min=True), st.floats(1e-9, 1e3).map("rel:{}".format)),
-    allocation=st.sampled_from(["global", "uniform"]),
+    allocation=st.sampled_from(["global", "dynamic", "uniform"]),
     min_keep=st.floats(0, 1),
     tau_end=st.one_of(st.none(), st.floats(0, 1e6, exclude_min=True)),
     forward=st.sampled_from(["soft", "hard"]),
