@@ -1,4 +1,4 @@
-"""What times depend on: the processor, the threads, the version of torch and what else was running."""
+"""A description of the machine for records of times: processor, threads, torch version, and other load."""
 
 from __future__ import annotations
 

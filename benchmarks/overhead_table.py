@@ -1,4 +1,4 @@
-"""What `overhead.py` makes of its records: a table for each setting, and summaries with a line for each."""
+"""The tables of `overhead.py`: one for each setting, and summaries with one line for each setting."""
 
 from __future__ import annotations
 

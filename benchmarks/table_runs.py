@@ -1,4 +1,4 @@
-"""What every table of trainings does: train each run once, resumably, and write its record down."""
+"""The common part of all tables of trainings: train each run once, resumably, and store its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training loop for all methods: the same batches, optimizer and learning rate for the weights."""
+"""The training loop of all methods: the same batches, optimizer and learning rate for the weights."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from benchmarks import zoo_models, zoo_table
 
 Result = dict[str, Any]
 KEY = ("zoo", "name", "granularity", "double")
+"""The fields that identify a measurement."""
 
 
 def main() -> None:
@@ -29,21 +30,24 @@ def main() -> None:
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     results = options.out / "results.jsonl"
-    if not options.table:
-        done = {tuple(row[part] for part in KEY) for row in read(results)}
-        for zoo in options.zoo:
-            for name in options.models or zoo_models.names(zoo, options.out):
-                job = {"zoo": zoo, "name": name, "granularity": options.granularity, "double": options.double}
-                if tuple(job.values()) not in done:
-                    row = job | run(
-                        job | {"peer": options.peer, "gigabytes": options.gigabytes}, options.seconds
-                    )
-                    print(f"{zoo} {name}: {zoo_table.line(row)}", flush=True)
-                    with results.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+    for job in [] if options.table else _missing(options, results):
+        row = job | run(job | {"peer": options.peer, "gigabytes": options.gigabytes}, options.seconds)
+        print(f"{job['zoo']} {job['name']}: {zoo_table.line(row)}", flush=True)
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
     rows = read(results)
     zoo_table.write_csv(rows, options.out / "zoo.csv")
     print(zoo_table.summary(rows))
+
+
+def _missing(options: argparse.Namespace, results: Path) -> list[Result]:
+    """The measurements that the options ask for and the results file lacks, by the fields of `KEY`."""
+    names = [
+        (zoo, name) for zoo in options.zoo for name in options.models or zoo_models.names(zoo, options.out)
+    ]
+    jobs = [(zoo, name, options.granularity, options.double) for zoo, name in names]
+    done = {tuple(row[part] for part in KEY) for row in read(results)}
+    return [dict(zip(KEY, job, strict=True)) for job in jobs if job not in done]
 
 
 def read(path: Path) -> list[Result]:

@@ -51,8 +51,8 @@ class ShrinkChannels(Pass):
             return False
         if ctx.example_inputs is None:
             raise PassError(
-                "channels are to be removed, but the model was prepared without example_inputs; "
-                "prepare it with them"
+                "channels can only be removed with the example inputs that the model was prepared on; "
+                "prepare it with example_inputs"
             )
         found = ctx.find(ChannelMap)
         if found is None or not found.covers(gm):

@@ -1,4 +1,4 @@
-"""What several rivals have in common: kept sets, global thresholds."""
+"""Functions that several rivals share: kept sets, global thresholds."""
 
 from __future__ import annotations
 

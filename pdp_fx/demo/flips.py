@@ -36,7 +36,7 @@ def mask_units(prepared: nn.Module) -> Units:
     """
     found = find(prepared)
     if found is None:
-        raise StateError("mask_units needs a model that came from pdp_fx.prepare; this one did not")
+        raise StateError("only a model that came from pdp_fx.prepare has masks; this one did not")
     gm, pruner = found
     masks = [
         (mask, [weight.detach() for weight in parameters_of(gm, mask)]) for _, mask in pruner.mask_items()

@@ -67,7 +67,7 @@ def soft_mask_value(weight: Tensor, threshold: Threshold, tau: Temperature) -> T
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The mask for x, the sigmoid of it, but 0 where x is at most `FAINT`."""
+    """The mask that belongs to x, which is 0 where x is at most `FAINT`."""
     return torch.where(x <= FAINT, -math.inf, x).sigmoid()
 
 
