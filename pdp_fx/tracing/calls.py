@@ -33,6 +33,7 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
     if not path:
         return call(module, *args, **kwargs)
     whole = Whole(path)
+    recorder.check_drawn()
     lent = recorder.origins.lends(module)
     if lent and whole in recorder.findings.opaque:
         why = f"lends tensors to {path}, which cannot be looked into"
@@ -104,6 +105,7 @@ def _whole(
     recorder: Recorder, step: Step, call: Call, args: Args, kwargs: Kwargs, alone: Whole | None = None
 ) -> Any:
     """Run a step that nobody looks into; ``alone`` says that it may use nothing but its arguments."""
+    recorder.check_drawn()
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
     given = plain_leaves((args, kwargs)) if step.reason else []
     operands = list(tensors((args, kwargs)))

@@ -186,6 +186,10 @@ class Recorder:
                 self.function(
                     torch.Tensor.copy_, (before, self.function(torch.Tensor.detach, (after,), {})), {}
                 )
+        self.check_drawn()
+
+    def check_drawn(self) -> None:
+        """Refuse what the current module itself has drawn so far from other generators than torch's."""
         if self.watch.has_drawn_outside():
             raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
 
