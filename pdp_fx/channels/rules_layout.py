@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pdp_fx.channels.flow import LabelFlow, rule
-from pdp_fx.channels.labels import Layer, compress, shaped
+from pdp_fx.channels.labels import Layer, compress, from_front, shaped
 from pdp_fx.channels.record import Call, Sized
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
     if packet not in CUTS:
         return list(flow.layers(source))
     names = [argument.name for argument in call.func._schema.arguments]
-    axis = int((dict(zip(names, call.args, strict=False)) | call.kwargs).get("dim", 0)) % source.ndim
+    axis = from_front((dict(zip(names, call.args, strict=False)) | call.kwargs).get("dim", 0), source.ndim)
     layers: list[Layer] = []
     for layer in flow.layers(source):
         if axis in layer.support and len(layer.support) > 1:

@@ -279,7 +279,22 @@ class AutogradFunctionViews(AutogradFunction):
         return self.head(cast(Tensor, Reversed.apply(self.stem(x), 0.3)))
 
 
+class AxesOfNumbers(nn.Module):
+    """Single numbers, which are taken to have one axis by what goes along an axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.scales, self.first = nn.Parameter(torch.rand(3)), nn.Buffer(torch.tensor([0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.scales[0], self.scales[1].softmax(-1), self.scales[2].sum(-1)
+        x = self.stem(x) * one.cumsum(0) * two * three.sort(-1)[0]
+        return self.head(x * one.index_select(0, self.first) * x.square().mean().amax(0))
+
+
 NORMS = (
+    Construct(AxesOfNumbers, sequences(), removed=4),
     Construct(MeanOfEverything, sequences(), removed=4),
     Construct(AutogradFunction, sequences(), removed=4),
     Construct(AutogradFunctionAlways, sequences(), removed=4),
