@@ -24,7 +24,7 @@ from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.naming import free_name
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.ops.masked_norm import MASKED
+from pdp_fx.ops.masked_norm import MASKED, MOST_ARGUMENTS
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
@@ -206,6 +206,9 @@ def _mask_norm(
         return
     if node.op == "call_method" or node.target is torch.mean:
         node.update_kwarg("axis", norm.axis)
+    # Whether to use cuDNN is asked by torch's own functions only.
+    node.args = node.args[:MOST_ARGUMENTS]
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "cudnn_enable"}
     node.op, node.target = "call_function", MASKED[node.target]
     node.update_kwarg("mask", mask)
 

@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 
+def from_front(axis: int, rank: int) -> int:
+    """An axis, counted from the front; a single number is taken to have one, as in `number.sum(-1)`."""
+    return int(axis) % max(rank, 1)
+
+
 @dataclass(frozen=True)
 class Slot:
     """One axis of one parameter or buffer, by its qualified name."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.channels.flow import LabelFlow, rule
-from pdp_fx.channels.labels import Layer, shaped
+from pdp_fx.channels.labels import Layer, from_front, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import axis_layer
 from pdp_fx.channels.rules_joining import tie_across
@@ -37,7 +37,7 @@ def filled_by_index(call: Call, flow: LabelFlow) -> None:
     into, axis, index, value = call.args[:4]
     flow.freeze_all([index], CHOSEN)
     stays_zero = not isinstance(value, Tensor) and value == 0
-    kept = flow.all_without(flow.layers(into), frozenset({axis % max(into.ndim, 1)}), CHOSEN)
+    kept = flow.all_without(flow.layers(into), frozenset({from_front(axis, into.ndim)}), CHOSEN)
     zeros = [layer.zero if stays_zero else torch.zeros_like(layer.zero) for layer in kept]
     flow.put(call.result, [Layer(layer.ids, zero, (layer,)) for layer, zero in zip(kept, zeros, strict=True)])
 
@@ -71,7 +71,7 @@ def slice_scatter(call: Call, flow: LabelFlow) -> None:
 def select_scatter(call: Call, flow: LabelFlow) -> None:
     """One slice is replaced by another tensor."""
     into, source, axis = call.args[:3]
-    axis %= into.ndim
+    axis = from_front(axis, into.ndim)
     slices = source.unsqueeze(axis)
     layers = flow.layers(source)
     flow.put(slices, [Layer(t.ids.unsqueeze(axis), t.zero.unsqueeze(axis), (t,)) for t in layers])
@@ -170,7 +170,7 @@ def _all_zero(merged: Layer, count: int) -> Layer:
 
 def _chosen(call: Call, axis: int, values: list[Tensor], indices: list[Tensor], flow: LabelFlow) -> None:
     """Tie the labels of all operands along the other axes; the result is 0 where all ``values`` are."""
-    axis %= max(call.result.ndim, 1)
+    axis = from_front(axis, call.result.ndim)
     operands = [*values, *indices]
     shapes = {tuple(size for at, size in enumerate(tensor.shape) if at != axis) for tensor in operands}
     if len(shapes) > 1:

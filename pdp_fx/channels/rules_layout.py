@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pdp_fx.channels.flow import LabelFlow, rule
-from pdp_fx.channels.labels import Layer, compress, shaped
+from pdp_fx.channels.labels import Layer, compress, from_front, shaped
 from pdp_fx.channels.record import Call, Sized
 
 aten = torch.ops.aten
@@ -104,7 +104,7 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
         return flow.all_without(flow.layers(source), swept, "these pixels become channels")
     if packet not in CUTS:
         return list(flow.layers(source))
-    axis = int(call.named().get("dim", 0)) % source.ndim
+    axis = from_front(call.named().get("dim", 0), source.ndim)
     layers: list[Layer] = []
     for layer in flow.layers(source):
         if axis in layer.support and len(layer.support) > 1:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.channels.flow import LabelFlow, rule
-from pdp_fx.channels.labels import Layer, shaped
+from pdp_fx.channels.labels import Layer, from_front, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import axis_layer, channel_layer, consume
 
@@ -161,7 +161,7 @@ def _axes(source: Tensor, axes: Any) -> frozenset[int]:
     if axes is None or (isinstance(axes, (list, tuple)) and not axes):
         return frozenset(range(source.ndim))
     listed = [axes] if isinstance(axes, int) else list(axes)
-    return frozenset(axis % source.ndim for axis in listed)
+    return frozenset(from_front(axis, source.ndim) for axis in listed)
 
 
 @rule(
@@ -221,6 +221,6 @@ def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, packet: Any) -> 
 def softmax(call: Call, flow: LabelFlow) -> None:
     """A softmax over the channels changes with each of them; over another axis it is never 0."""
     source = call.args[0]
-    axis = int(call.args[1]) % source.ndim
+    axis = from_front(call.args[1], source.ndim)
     moved = flow.all_without(flow.layers(source), frozenset({axis}), "a softmax runs over these channels")
     flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,)) for m in moved])

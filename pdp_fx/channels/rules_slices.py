@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.channels.flow import LabelFlow, rule
-from pdp_fx.channels.labels import Layer
+from pdp_fx.channels.labels import Layer, from_front
 from pdp_fx.channels.record import Call
 from pdp_fx.tracing.structure import tensors
 
@@ -44,7 +44,7 @@ def _axes(call: Call) -> frozenset[int]:
     named: Any = given.get("dims", given.get("dim", default.get("dim", default.get("dims"))))
     ndim = call.args[0].ndim
     listed = range(ndim) if named is None else [named] if isinstance(named, int) else named
-    return frozenset(axis % ndim for axis in listed)
+    return frozenset(from_front(axis, ndim) for axis in listed)
 
 
 def _sliced(layer: Layer, gone: frozenset[int], vanishes: bool) -> Layer:
@@ -66,7 +66,7 @@ def triangle(call: Call, flow: LabelFlow) -> None:
 def renorm(call: Call, flow: LabelFlow) -> None:
     """The norm of every slice across one axis is limited: what is 0 stays 0."""
     source, axis = call.args[0], int(call.args[2])
-    others = frozenset(range(source.ndim)) - {axis % source.ndim}
+    others = frozenset(range(source.ndim)) - {from_front(axis, source.ndim)}
     why = "renorm takes a norm over these channels"
     flow.put(call.result, flow.all_without(flow.layers(source), others, why))
 

@@ -187,6 +187,9 @@ def _dtype_of(plain: Callable[[Tensor], Tensor], input: Tensor, axis: int) -> to
     return plain(input.new_empty((0, *input.shape[axis:]))).dtype
 
 
+MOST_ARGUMENTS = 5
+"""So many arguments the functions here take by position."""
+
 PLAIN: dict[Any, Callable[..., Tensor]] = {
     masked_layer_norm: functional.layer_norm,
     masked_rms_norm: functional.rms_norm,

@@ -34,6 +34,7 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
     if not path:
         return call(module, *args, **kwargs)
     whole = Whole(path)
+    recorder.check_drawn()
     lent = recorder.origins.lends(module)
     if lent and whole in recorder.findings.opaque:
         why = f"lends tensors to {path}, which cannot be looked into"
@@ -114,6 +115,7 @@ def _whole(
         kwargs: its keyword arguments.
         alone: a function that may use nothing but its arguments, or None.
     """
+    recorder.check_drawn()
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
     given = plain_leaves((args, kwargs)) if step.reason else []
     operands = list(tensors((args, kwargs)))

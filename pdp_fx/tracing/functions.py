@@ -4,8 +4,10 @@
 `call_function`; `__torch_function__` reports all of them as functions.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -39,6 +41,11 @@ _IN_PLACE = frozenset(
     if (name.endswith("_") and not name.endswith("__"))
     or (name.startswith("__i") and f"__{name[3:]}" in _OPERATORS and name != "__invert__")
 )
+
+_NAMES_OF_NUMPY = {
+    "axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other",
+}  # fmt: skip
+"""What functions that are not written in Python take NumPy's names of arguments for."""
 
 NUMBER_HOMES = frozenset({"_operator", "builtins", "math"})
 """The Python modules whose functions compute numbers from sizes."""
@@ -138,6 +145,23 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     given = [*node.args[place:], *node.kwargs.values()]
     map_arg(node.kwargs.get("out") or given[:1], found.append)
     return found
+
+
+def in_own_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments under the names that torch itself has for them, and without an ``out`` of None."""
+    if not kwargs or not isinstance(function, BuiltinFunctionType | MethodDescriptorType):
+        return dict(kwargs)
+    taken = _arguments_of(name_of(function))
+    names = {name: name if name in taken else _NAMES_OF_NUMPY.get(name, name) for name in kwargs}
+    return {names[name]: value for name, value in kwargs.items() if name != "out" or value is not None}
+
+
+@functools.cache
+def _arguments_of(name: str) -> frozenset[str]:
+    """The names of the arguments of an aten operation, in all its forms."""
+    packet = getattr(torch.ops.aten, name, None)
+    forms = [] if packet is None else [getattr(packet, form)._schema for form in packet.overloads()]
+    return frozenset(argument.name for form in forms for argument in form.arguments)
 
 
 def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:

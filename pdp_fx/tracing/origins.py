@@ -130,7 +130,7 @@ class Origins:
 
         A function that returns its argument unchanged (dropout in eval mode, `contiguous`) must not make the
         model's later uses of the argument look like uses of the result: such a result is replaced by an
-        alias.
+        alias. Of an argument that was changed in place and returned, later uses are uses of the result.
 
         Args:
             result: what a step returned.
@@ -159,6 +159,8 @@ class Origins:
         self, tensor: torch.Tensor, value: Value, changed: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         if any(tensor is other for other in changed):
+            if id(tensor) not in self._attributes:
+                self._values[tensor] = value
             return tensor
         if self._known(tensor) is not None:
             tensor = self._alias(tensor)
@@ -169,8 +171,7 @@ class Origins:
     def change(self, tensor: torch.Tensor, step: Step, returned: bool) -> bool:
         """Note that a step changes a tensor in place.
 
-        What is written into a tensor is also in its views, and in what it is a view of. If the step returns
-        the tensor, later uses of it are uses of the step's result.
+        What is written into a tensor is also in its views, and in what it is a view of.
 
         Returns:
             Whether the change is seen by more than the users of the step's result.
@@ -182,8 +183,6 @@ class Origins:
                 maker.data |= step.data
                 maker.ragged |= step.ragged
                 maker.varies |= step.varies
-        if returned and id(tensor) not in self._attributes:
-            self._values[tensor] = step
         return observed or not returned
 
     def _is_seen_elsewhere(self, tensor: torch.Tensor) -> bool:

@@ -97,6 +97,7 @@ class Recorder:
         name = functions.name_of(function)
         if name == "register_hook":
             raise UnrecordableError("hooks the gradient of a tensor")
+        kwargs = functions.in_own_names(function, kwargs)
         op, target, shown = functions.in_graph_form(function, args, kwargs)
         try:
             step = self.step(op, target, shown, kwargs)
@@ -188,6 +189,10 @@ class Recorder:
                 self.function(
                     torch.Tensor.copy_, (before, self.function(torch.Tensor.detach, (after,), {})), {}
                 )
+        self.check_drawn()
+
+    def check_drawn(self) -> None:
+        """Refuse what the current module itself has drawn so far from other generators than torch's."""
         if self.watch.has_drawn_outside():
             raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
 

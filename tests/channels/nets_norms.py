@@ -279,7 +279,65 @@ class AutogradFunctionViews(AutogradFunction):
         return self.head(cast(Tensor, Reversed.apply(self.stem(x), 0.3)))
 
 
+class MeanByNumpysNames(nn.Module):
+    """A mean over channels, told its axis by the name that NumPy has for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x - cast(Any, x).mean(axis=-1)[..., None]
+        return self.head(x * cast(Any, torch).mean(x, axis=(-1,), keepdims=True))
+
+
+class MeanWithoutOut(MeanByNumpysNames):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x - torch.mean(x, dim=-1, keepdim=True, out=None))
+
+
+class NormsOfTorch(nn.Module):
+    """Functions of torch that are told, besides, whether to use cuDNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.scale, self.shift = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.layer_norm(self.stem(x), (8,), self.scale, self.shift, 1e-3, False)
+        x = torch.layer_norm(x, (8,), weight=self.scale, bias=self.shift, cudnn_enable=False)
+        return self.head(x)
+
+
+class GroupNormOfTorch(NormsOfTorch):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.group_norm(self.stem(x).flatten(0, 1), 2, self.scale, self.shift, 1e-3, True)
+        return self.head(x)
+
+
+class AxesOfNumbers(nn.Module):
+    """Single numbers, which are taken to have one axis by what goes along an axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.scales, self.first = nn.Parameter(torch.rand(3)), nn.Buffer(torch.tensor([0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.scales[0], self.scales[1].softmax(-1), self.scales[2].sum(-1)
+        x = self.stem(x) * one.cumsum(0) * two * three.sort(-1)[0]
+        return self.head(x * one.index_select(0, self.first) * x.square().mean().amax(0))
+
+
 NORMS = (
+    Construct(MeanByNumpysNames, sequences(), removed=4),
+    Construct(MeanWithoutOut, sequences(), removed=4),
+    Construct(NormsOfTorch, sequences(), removed=4),
+    Construct(GroupNormOfTorch, sequences(), removed=4),
+    Construct(AxesOfNumbers, sequences(), removed=4),
     Construct(MeanOfEverything, sequences(), removed=4),
     Construct(AutogradFunction, sequences(), removed=4),
     Construct(AutogradFunctionAlways, sequences(), removed=4),

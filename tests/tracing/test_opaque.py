@@ -126,6 +126,37 @@ class Lottery(nn.Module):
         return x + torch.from_numpy(np.random.rand(4).astype("float32"))
 
 
+class Skips(nn.Module):
+    """Draws lots in both modes, and goes by them in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Around(nn.ReLU()), Around(nn.ReLU())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() < 0.5 or not self.training:
+                x = layer(x)
+        return x
+
+
+class Cleans(nn.Module):
+    """Writes to what a method is given, which returns it beside a mask if there is any need of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        missing = x.isnan()
+        x[missing] = 0
+        return x, missing if missing.any() else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, missing = self.clean(x)
+        return self.linear(x) if missing is None else self.linear(x * 2)
+
+
 def test_a_module_that_branches_on_its_data_stays_whole() -> None:
     x = torch.randn(2, 4)
     gm = exact(Around(Decides()), x, -x, torch.randn(3, 4))
@@ -164,6 +195,13 @@ def test_a_method_of_the_model_itself_stays_whole() -> None:
     gm = exact(model, x)
     assert list(opaque(gm)) == ["pick"]
     assert "linear" in targets(gm)
+
+
+def test_what_a_method_changes_and_returns_beside_something_else_is_a_part_of_its_result() -> None:
+    gm = exact(nn.Sequential(Cleans(), nn.Linear(4, 4)), torch.randn(2, 4))
+    assert list(opaque(gm)) == ["clean"]
+    with pytest.raises(AssertionError, match="clean returned something else"):
+        gm(torch.full((2, 4), torch.nan))
 
 
 def test_something_opaque_that_returns_another_structure_fails() -> None:
@@ -212,6 +250,13 @@ def test_random_numbers_from_elsewhere_keep_their_module_whole(source: str) -> N
     assert "random numbers" in opaque(gm)["inner"]
     with pytest.raises(TraceError, match="random numbers"):
         trace(Lottery(source), torch.randn(2, 4))
+
+
+def test_who_draws_lots_stays_whole_not_the_layer_it_calls_next() -> None:
+    gm = exact(nn.Sequential(Skips(), nn.Linear(4, 4)), torch.randn(2, 4))
+    assert list(opaque(gm)) == ["0"]
+    with pytest.raises(TraceError, match="forward of Skips itself: it draws random numbers outside torch"):
+        trace(Skips(), torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
