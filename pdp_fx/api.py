@@ -104,7 +104,8 @@ def step(model: nn.Module) -> None:
         model: a prepared model, also inside a wrapper such as DistributedDataParallel.
 
     Raises:
-        StateError: the model was never prepared, or holds several prepared models.
+        StateError: the model was never prepared, holds several prepared models, or had a layer replaced
+            before the first step.
         SpecError: the targets are due to be fixed, but weights are NaN or infinite.
     """
     gm, pruner = find_one(model, "step")
@@ -152,14 +153,16 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     Raises:
         StateError: the model was never prepared, nothing is pruned yet, weights or running statistics are
             NaN, the schedule's whole numbers were averaged or cast, a table of indices is not the one that
-            was prepared, a wrapper or a hook computes more, or the model cannot be copied.
+            was prepared, a wrapper or a hook computes more, a masked layer was replaced, or the model cannot
+            be copied.
         VerifyError: the outputs differ; without hooks inside the model and policies that draw random numbers
             this would be a bug of this package.
-        PassError: a layer was replaced after `prepare`, or a pass failed.
+        PassError: a pass failed.
     """
     gm, pruner = find_one(model, "convert")
     refuse_sharded(gm)
     refuse_more_than_wrapped(model, gm, pruner.example_inputs)
+    pruner.check_layers(gm)
     pruner.check_unaveraged()
     _refuse_unpruned(gm, pruner)
     broken = _broken_weight(gm)
@@ -185,6 +188,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
 def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
     """Keep what explain, report, the schedule and convert need after the passes have run."""
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
+    pruner.note_layers(gm)
     pruner.weights = tuple(site.parameter for site in ctx.get(Sites).weights)
     pruner.groups = plan.groups
     pruner.kept = plan.kept

@@ -157,5 +157,20 @@ def weight_of(gm: nn.Module, name: str) -> Tensor:
     """The parameter ``name``, or in a prepared model the computed weight that stands for it, gathered."""
     place: str | None = getattr(getattr(gm, CHILD, None), "computed", {}).get(name)
     if place is None or not isinstance(gm, fx.GraphModule):
-        return whole(gm.get_parameter(name))
+        return whole(parameter_of(gm, name))
     return whole(computed(gm, next(node for node in gm.graph.nodes if node.name == place)))
+
+
+def parameter_of(gm: nn.Module, name: str) -> nn.Parameter:
+    """The parameter ``name``.
+
+    Raises:
+        StateError: there is none any more.
+    """
+    try:
+        return gm.get_parameter(name)
+    except AttributeError as err:
+        raise StateError(
+            f"{name} is masked, but is no parameter any more: its layer was replaced, or the weight is "
+            "computed since; do that before prepare"
+        ) from err

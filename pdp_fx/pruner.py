@@ -21,10 +21,12 @@ from pdp_fx.field_checks import described
 from pdp_fx.granularity import rule_text
 from pdp_fx.masks import MaskLayout
 from pdp_fx.naming import free_name
-from pdp_fx.planning import CHILD, Planner, parameters_of
+from pdp_fx.ops.kinds import kind_of, named_modules
+from pdp_fx.planning import CHILD, Planner, parameter_of, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress
 from pdp_fx.schedule import share
 from pdp_fx.spec import Channels, PruneSpec, Rule
+from pdp_fx.tracing.leaves import has_own_forward
 from pdp_fx.tracing.preserve import preserved
 
 
@@ -39,6 +41,7 @@ class Pruner(nn.Module):
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: how group masks are laid out along parameters that carry several groups.
         rules: the rule of each mask.
+        layers: the types of the layers that take their masked parameters as arguments, by name.
         weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
@@ -62,6 +65,7 @@ class Pruner(nn.Module):
         self.masks = nn.ModuleDict()
         self.layouts = nn.ModuleDict()
         self.rules: dict[str, Rule] = {}
+        self.layers: dict[str, type[nn.Module]] = {}
         self.weights: tuple[str, ...] = ()
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
@@ -107,6 +111,8 @@ class Pruner(nn.Module):
     def step(self, gm: fx.GraphModule) -> None:
         """Advance the schedule by one epoch or step; fix the targets when the ramp starts."""
         counter = int(self.counter) + 1
+        if counter == 1:
+            self.check_layers(gm)
         if counter >= self.spec.schedule.start and not self.allocated:
             self.fix_targets(gm)
         self.counter.fill_(counter)
@@ -160,6 +166,27 @@ class Pruner(nn.Module):
                     "of the schedule was averaged or edited; give an average the state of the model that it "
                     "follows, average.module.pdp.load_state_dict(model.pdp.state_dict())"
                 )
+
+    def note_layers(self, gm: fx.GraphModule) -> None:
+        """Remember which layers take their masked parameters as arguments."""
+        modules = [(name, module, kind_of(module)) for name, module in named_modules(gm)]
+        self.layers = {
+            name: type(module) for name, module, kind in modules if kind and type(module) is kind.explicit
+        }
+
+    def check_layers(self, gm: fx.GraphModule) -> None:
+        """Raise StateError if a masked layer is no longer what `prepare` has put there."""
+        now = dict(named_modules(gm))
+        for name, kind in self.layers.items():
+            layer = now.get(name)
+            if layer is None or type(layer) is not kind or has_own_forward(layer):
+                raise StateError(
+                    f"{name} was replaced, wrapped or given another forward after prepare, so it is not "
+                    "masked as planned; change layers before prepare"
+                )
+        for _, mask in self.mask_items():
+            for name in set(mask.parameters_read) - self.computed.keys():
+                parameter_of(gm, name)
 
     def check_policies(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if a policy of the user's gives layers something that they cannot use."""
