@@ -153,8 +153,8 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     Raises:
         StateError: the model was never prepared, nothing is pruned yet, weights or running statistics are
             NaN, the schedule's whole numbers were averaged or cast, a table of indices is not the one that
-            was prepared, a wrapper or a hook computes more, a masked layer was replaced, or the model cannot
-            be copied.
+            was prepared, a wrapper or a hook computes more, a masked layer was replaced, a policy keeps what
+            it calls pruned, or the model cannot be copied.
         VerifyError: the outputs differ; without hooks inside the model and policies that draw random numbers
             this would be a bug of this package.
         PassError: a pass failed.
@@ -172,6 +172,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         )
     if pruner.share < 1 and any(mask.planned for _, mask in pruner.mask_items()):
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
+    pruner.check_hard(gm)
     try:
         return proved(gm, on_pass)
     except (PassError, VerifyError) as err:

@@ -23,7 +23,7 @@ from pdp_fx.masks import MaskLayout
 from pdp_fx.naming import free_name
 from pdp_fx.ops.kinds import kind_of, named_modules
 from pdp_fx.planning import CHILD, Planner, parameter_of, parameters_of
-from pdp_fx.policy import UNSET, MaskPolicy, Progress
+from pdp_fx.policy import UNSET, MaskPolicy, Progress, WeightPolicy
 from pdp_fx.schedule import share
 from pdp_fx.spec import Channels, PruneSpec, Rule
 from pdp_fx.tracing.leaves import has_own_forward
@@ -193,6 +193,20 @@ class Pruner(nn.Module):
         for _, mask in self.mask_items():
             if not type(mask).__module__.startswith("pdp_fx."):
                 _check_given(mask, parameters_of(gm, mask))
+
+    def check_hard(self, gm: fx.GraphModule) -> None:
+        """Raise StateError if a policy of the user's keeps weights that it calls pruned."""
+        for name, mask in self.mask_items():
+            if not isinstance(mask, WeightPolicy) or type(mask).__module__.startswith("pdp_fx."):
+                continue
+            weights = parameters_of(gm, mask)
+            with preserved(mask), torch.no_grad():
+                left = mask.eval().hard(*weights)[mask.pruned(*weights)]
+            if left.count_nonzero() > 0:
+                raise StateError(
+                    f"{type(mask).__name__}.hard keeps {int(left.count_nonzero())} weights of {name} that "
+                    "its pruned calls gone: it must give 0 for them"
+                )
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
