@@ -109,6 +109,7 @@ def step(model: nn.Module) -> None:
         SpecError: the targets are due to be fixed, but weights are NaN or infinite.
     """
     gm, pruner = find_one(model, "step")
+    pruner.check_numbers("step")
     pruner.step(gm)
 
 
@@ -160,6 +161,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         PassError: a pass failed.
     """
     gm, pruner = find_one(model, "convert")
+    pruner.check_numbers("convert")
     refuse_sharded(gm)
     refuse_more_than_wrapped(model, gm, pruner.example_inputs)
     pruner.check_layers(gm)

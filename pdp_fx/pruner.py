@@ -167,6 +167,14 @@ class Pruner(nn.Module):
                     "follows, average.module.pdp.load_state_dict(model.pdp.state_dict())"
                 )
 
+    def check_numbers(self, verb: str) -> None:
+        """Raise StateError if the state is on the meta device, where it holds no numbers."""
+        if self.counter.is_meta:
+            raise StateError(
+                f"{verb}(model) needs a model that holds numbers, and this one is on the meta device; call "
+                "model.to_empty(device=...) and load a checkpoint first"
+            )
+
     def note_layers(self, gm: fx.GraphModule) -> None:
         """Remember which layers take their masked parameters as arguments."""
         modules = [(name, module, kind_of(module)) for name, module in named_modules(gm)]

@@ -224,3 +224,20 @@ def test_a_masked_layer_that_was_changed_after_prepare_is_refused(
     change(trained)
     with pytest.raises(StateError, match=r"inner.*after prepare|inner.*do that before prepare"):
         pdp_fx.convert(trained)
+
+
+@every_rule
+def test_a_model_without_numbers_is_refused_and_goes_on_once_it_has_them(rule: Rule) -> None:
+    model = prepared(rule)
+    for _ in range(5):
+        pdp_fx.step(model)
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    counts = pruned_counts(model)
+    model.to("meta")
+    for verb in (pdp_fx.step, pdp_fx.convert):
+        with pytest.raises(StateError, match=rf"{verb.__name__}\(model\) needs .* on the meta device"):
+            verb(model)
+    model.to_empty(device="cpu").load_state_dict(saved)
+    pdp_fx.step(model)
+    assert pruned_counts(model) == counts
+    pdp_fx.convert(model)
