@@ -108,10 +108,12 @@ def step(model: nn.Module) -> None:
         model: a prepared model, also inside a wrapper such as DistributedDataParallel.
 
     Raises:
-        StateError: the model was never prepared, or holds several prepared models.
+        StateError: the model was never prepared, holds several prepared models, or had a layer replaced
+            before the first step.
         SpecError: the targets are due to be fixed, but weights are NaN or infinite.
     """
     gm, pruner = find_one(model, "step")
+    pruner.check_numbers("step")
     pruner.step(gm)
 
 
@@ -157,14 +159,17 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     Raises:
         StateError: the model was never prepared, nothing is pruned yet, weights or running statistics are
             NaN, the schedule's whole numbers were averaged or cast, a table of indices is not the one that
-            was prepared, a wrapper or a hook computes more, or the model cannot be copied.
+            was prepared, a wrapper or a hook computes more, a masked layer was replaced, a policy keeps what
+            it calls pruned, or the model cannot be copied.
         VerifyError: the outputs differ; without hooks inside the model and policies that draw random numbers
             this would be a bug of this package.
-        PassError: a layer was replaced after `prepare`, or a pass failed.
+        PassError: a pass failed.
     """
     gm, pruner = find_one(model, "convert")
+    pruner.check_numbers("convert")
     refuse_sharded(gm)
     refuse_more_than_wrapped(model, gm, pruner.example_inputs)
+    pruner.check_layers(gm)
     pruner.check_unaveraged()
     _refuse_unpruned(gm, pruner)
     broken = _broken_weight(gm)
@@ -174,6 +179,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         )
     if pruner.share < 1 and any(mask.planned for _, mask in pruner.mask_items()):
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
+    pruner.check_hard(gm)
     try:
         return proved(gm, on_pass)
     except (PassError, VerifyError) as err:
@@ -195,6 +201,7 @@ def _changed_table(gm: fx.GraphModule, pruner: Pruner) -> str | None:
 def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
     """Store in ``pruner`` what explain, report, the schedule and convert need of the passes' results."""
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
+    pruner.note_layers(gm)
     pruner.weights = tuple(site.parameter for site in ctx.get(Sites).weights)
     pruner.groups = plan.groups
     pruner.kept = plan.kept

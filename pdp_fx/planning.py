@@ -172,5 +172,20 @@ def weight_of(gm: nn.Module, name: str) -> Tensor:
     """The parameter ``name``, or the computed weight that is pruned in its place; gathered if sharded."""
     node_name: str | None = getattr(getattr(gm, CHILD, None), "computed", {}).get(name)
     if node_name is None or not isinstance(gm, fx.GraphModule):
-        return whole(gm.get_parameter(name))
+        return whole(parameter_of(gm, name))
     return whole(computed(gm, next(node for node in gm.graph.nodes if node.name == node_name)))
+
+
+def parameter_of(gm: nn.Module, name: str) -> nn.Parameter:
+    """The parameter ``name``.
+
+    Raises:
+        StateError: the model no longer has it.
+    """
+    try:
+        return gm.get_parameter(name)
+    except AttributeError as err:
+        raise StateError(
+            f"{name} is masked, but is no parameter any more: its layer was replaced, or the weight is "
+            "computed since; do that before prepare"
+        ) from err

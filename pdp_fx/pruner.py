@@ -21,10 +21,12 @@ from pdp_fx.field_checks import described
 from pdp_fx.granularity import rule_text
 from pdp_fx.masks import MaskLayout
 from pdp_fx.naming import free_name
-from pdp_fx.planning import CHILD, Planner, parameters_of
-from pdp_fx.policy import UNSET, MaskPolicy, Progress
+from pdp_fx.ops.kinds import kind_of, named_modules
+from pdp_fx.planning import CHILD, Planner, parameter_of, parameters_of
+from pdp_fx.policy import UNSET, MaskPolicy, Progress, WeightPolicy
 from pdp_fx.schedule import ranks_anew, share
 from pdp_fx.spec import Channels, PruneSpec, Rule
+from pdp_fx.tracing.leaves import has_own_forward
 from pdp_fx.tracing.preserve import preserved
 
 
@@ -39,6 +41,7 @@ class Pruner(nn.Module):
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: the modules that lay group masks out along parameters that carry several groups.
         rules: the rule of each mask, by the mask's name.
+        layers: the types of the layers that take their masked parameters as arguments, by name.
         weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
@@ -63,6 +66,7 @@ class Pruner(nn.Module):
         self.masks = nn.ModuleDict()
         self.layouts = nn.ModuleDict()
         self.rules: dict[str, Rule] = {}
+        self.layers: dict[str, type[nn.Module]] = {}
         self.weights: tuple[str, ...] = ()
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
@@ -108,6 +112,8 @@ class Pruner(nn.Module):
     def step(self, gm: fx.GraphModule) -> None:
         """Advance the schedule by one epoch or step; set the targets when the ramp starts, or on its way."""
         counter, schedule = int(self.counter) + 1, self.spec.schedule
+        if counter == 1:
+            self.check_layers(gm)
         due = self.spec.allocation == "dynamic" and ranks_anew(schedule, counter)
         if due or (counter >= schedule.start and not self.allocated):
             self.fix_targets(gm)
@@ -159,11 +165,54 @@ class Pruner(nn.Module):
                     "follows, average.module.pdp.load_state_dict(model.pdp.state_dict())"
                 )
 
+    def check_numbers(self, verb: str) -> None:
+        """Raise StateError if the state is on the meta device, where it holds no numbers."""
+        if self.counter.is_meta:
+            raise StateError(
+                f"{verb}(model) needs a model that holds numbers, and this one is on the meta device; call "
+                "model.to_empty(device=...) and load a checkpoint first"
+            )
+
+    def note_layers(self, gm: fx.GraphModule) -> None:
+        """Remember which layers take their masked parameters as arguments."""
+        modules = [(name, module, kind_of(module)) for name, module in named_modules(gm)]
+        self.layers = {
+            name: type(module) for name, module, kind in modules if kind and type(module) is kind.explicit
+        }
+
+    def check_layers(self, gm: fx.GraphModule) -> None:
+        """Raise StateError if a masked layer is no longer what `prepare` has put there."""
+        now = dict(named_modules(gm))
+        for name, kind in self.layers.items():
+            layer = now.get(name)
+            if layer is None or type(layer) is not kind or has_own_forward(layer):
+                raise StateError(
+                    f"{name} was replaced, wrapped or given another forward after prepare, so it is not "
+                    "masked as planned; change layers before prepare"
+                )
+        for _, mask in self.mask_items():
+            for name in set(mask.parameters_read) - self.computed.keys():
+                parameter_of(gm, name)
+
     def check_policies(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if a policy of the user's returns something that layers cannot use."""
         for _, mask in self.mask_items():
             if not type(mask).__module__.startswith("pdp_fx."):
                 _check_results(mask, parameters_of(gm, mask))
+
+    def check_hard(self, gm: fx.GraphModule) -> None:
+        """Raise StateError if a policy of the user's keeps weights that it calls pruned."""
+        for name, mask in self.mask_items():
+            if not isinstance(mask, WeightPolicy) or type(mask).__module__.startswith("pdp_fx."):
+                continue
+            weights = parameters_of(gm, mask)
+            with preserved(mask), torch.no_grad():
+                left = mask.eval().hard(*weights)[mask.pruned(*weights)]
+            if left.count_nonzero() > 0:
+                raise StateError(
+                    f"{type(mask).__name__}.hard keeps {int(left.count_nonzero())} weights of {name} that "
+                    "its pruned calls gone: it must give 0 for them"
+                )
 
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""

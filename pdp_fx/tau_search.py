@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from pdp_fx.errors import SpecError
+from pdp_fx.field_checks import described, finite_number, whole_number
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -21,13 +22,17 @@ def find_tau(
         trials: how often `score` is called, 2 or more; seven leave 6 % of the range, on its log scale.
 
     Raises:
-        SpecError: the range or the number of trials is impossible, or no trial has a score.
+        SpecError: the range or the number of trials is impossible, `score` gives no number, or no trial has
+            a score.
 
     Example:
         >>> f"{find_tau(lambda tau: -abs(math.log10(tau) + 4), trials=12):.0e}"
         '1e-04'
     """
-    if not 0 < low < high or trials < 2:
+    if not callable(score):
+        raise SpecError(f"find_tau: score must be a function of tau, got {described(score)}")
+    low, high = finite_number("find_tau: low", low), finite_number("find_tau: high", high)
+    if not 0 < low < high or whole_number("find_tau: trials", trials, 0) < 2:
         raise SpecError(
             f"find_tau needs 0 < low < high and 2 trials or more, got {low:g}, {high:g}, {trials}"
         )
@@ -52,5 +57,9 @@ def find_tau(
 
 def _ranked(score: Callable[[float], float], point: float) -> float:
     """The score at exp(point), where NaN, which compares with nothing, is the lowest of all."""
-    found = score(math.exp(point))
+    given: object = score(math.exp(point))
+    try:
+        found = float(given)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise SpecError(f"find_tau: score must return a number, got {described(given)}") from err
     return -math.inf if math.isnan(found) else found

@@ -5,15 +5,19 @@ A graph of a wrapped model would leave the wrapper out, and `convert` would lose
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.errors import StateError
 from pdp_fx.example_inputs import fresh, matching, trial
 from pdp_fx.passes.verify_equivalence import relative_difference
 from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.structure import tensors
 
 RUNNERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
@@ -42,7 +46,8 @@ def refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule, inputs: Input
     """Refuse a wrapper that computes more than the prepared model in it, which convert would lose.
 
     A wrapper may have one child and, unless it is torch's, no tensors of its own. A wrapper that is not
-    torch's, and hooks on the prepared model, must not change the outputs on the example inputs.
+    torch's, hooks, and a forward that was set on a module must not change the outputs on the example inputs;
+    they may turn on autocast.
 
     Raises:
         StateError: it computes more, as far as this shows.
@@ -54,13 +59,35 @@ def refuse_more_than_wrapped(model: nn.Module, gm: fx.GraphModule, inputs: Input
         own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
         if len(children) != 1 or (own and not of_torch):
             _refuse(model)
-        model, known = children[0], known and of_torch
-    if inputs is None or (known and not gm._forward_hooks and not gm._forward_pre_hooks):
+        model, known = children[0], known and of_torch and not _changed(model)
+    if inputs is None or (known and not _changed(gm)):
         return
     inputs = matching(inputs, gm)
-    got, wanted = _given(whole, gm, inputs), _given(gm.forward, gm, inputs)
+    with _uncast(compiled=type(whole).__name__ == "OptimizedModule" or gm._compiled_call_impl is not None):
+        got, wanted = _given(whole, gm, inputs), _given(partial(type(gm).forward, gm), gm, inputs)
     if got is not None and (wanted is None or relative_difference(got, wanted) > 0):
         _refuse(whole)
+
+
+def _changed(module: nn.Module) -> bool:
+    """Whether a module calls more than its class says: hooks, or a forward that was set on it."""
+    # What `torch.compile` returns has its own forward there.
+    patched = "forward" in vars(module) and type(module).__name__ != "OptimizedModule"
+    return patched or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+@contextmanager
+def _uncast(compiled: bool) -> Generator[None, None, None]:
+    """Let blocks of autocast do nothing: they say how a model runs, not what it computes."""
+    # A compiled model would not see it, and needs no compiling for one run.
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with (
+        ALONE,
+        replaced(torch.autocast, "__enter__", lambda self: self),
+        replaced(torch.autocast, "__exit__", lambda self, *error: None),
+        eager,
+    ):
+        yield
 
 
 def _given(call: Callable[..., Any], gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...] | None:
@@ -75,6 +102,7 @@ def _given(call: Callable[..., Any], gm: fx.GraphModule, inputs: Inputs) -> tupl
 
 def _refuse(model: nn.Module) -> NoReturn:
     raise StateError(
-        f"{type(model).__name__} holds or does more than a prepared model, as by a hook, and convert would "
-        "lose the rest; call convert on the part that came from prepare, and hook what it returns"
+        f"{type(model).__name__} holds or does more than a prepared model, as by a hook or another forward, "
+        "and convert would lose the rest; call convert on the part that came from prepare, without them, and "
+        "give them to what it returns"
     )

@@ -548,6 +548,33 @@ def test_a_hook_that_changes_what_a_prepared_model_gives_is_refused() -> None:
         pdp_fx.convert(prepared)
 
 
+def test_a_hook_on_a_wrapper_that_changes_what_it_gives_is_refused() -> None:
+    model, x = net("mlp")
+    whole = nn.Sequential(pruned(model, Unstructured(0.5), x))
+    whole.register_forward_hook(doubled)
+    with pytest.raises(StateError, match="Sequential holds or does more than a prepared model"):
+        pdp_fx.convert(whole)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_another_forward_set_on_a_model_is_refused_if_it_computes_more(wrapped: bool) -> None:
+    model, x = net("mlp")
+    prepared = pruned(model, Unstructured(0.5), x)
+    whole: nn.Module = nn.Sequential(prepared) if wrapped else prepared
+    forward = whole.forward
+
+    def twice(x: Tensor) -> Tensor:
+        return 2 * forward(x)
+
+    vars(whole)["forward"] = twice
+    with pytest.raises(StateError, match="as by a hook or another forward"):
+        pdp_fx.convert(whole)
+    vars(whole)["forward"] = torch.autocast("cpu", torch.bfloat16)(forward)
+    converted = pdp_fx.convert(whole)
+    del vars(whole)["forward"]
+    assert difference(whole.eval(), converted, x) <= 1e-5
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_running_statistics_that_became_nan_are_refused(broken: float) -> None:
     model, x = net("conv")

@@ -21,6 +21,7 @@ from pdp_fx import (
     PruneSpec,
     Schedule,
     SpecError,
+    StateError,
     Unstructured,
     WeightPolicy,
 )
@@ -375,3 +376,23 @@ def test_one_mask_for_several_weights_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     with pytest.raises(SpecError, match="gives one mask for several weights"):
         pdp_fx.prepare(model, PruneSpec(Unstructured(0.5, policy=single)), torch.randn(2, 4))
+
+
+class KeepsAll(Straight):
+    """Calls weights pruned, and keeps them."""
+
+    def hard(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+class KeepsAllNM(StraightNM):
+    def hard(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5, policy=KeepsAll), NM(2, 4, policy=KeepsAllNM)])
+def test_a_policy_that_keeps_what_it_calls_pruned_is_refused(rule: Any, x: Tensor) -> None:
+    model = prepared(rule, x)
+    pdp_fx.step(model)
+    with pytest.raises(StateError, match=r"KeepsAll.*hard keeps \d+ weights of .* it must give 0 for them"):
+        pdp_fx.convert(model)

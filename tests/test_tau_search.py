@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -42,3 +43,19 @@ def test_trainings_that_all_diverged_have_no_best() -> None:
 def test_an_impossible_range_is_refused(low: float, high: float, trials: int) -> None:
     with pytest.raises(SpecError, match="0 < low < high"):
         find_tau(lambda tau: tau, low, high, trials)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"score": None}, "score must be a function of tau, got None"),
+        ({"score": lambda tau: None}, "score must return a number, got None"),
+        ({"low": "1e-6"}, "low must be a number, got '1e-6'"),
+        ({"high": math.inf}, "high must be finite, got inf"),
+        ({"trials": 2.5}, "trials must be a whole number, got 2.5"),
+    ],
+)
+def test_a_mistake_is_named(given: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"score": lambda tau: 1.0, **given}  # pyright: ignore[reportUnknownLambdaType]
+    with pytest.raises(SpecError, match=f"find_tau: {message}"):
+        find_tau(**arguments)

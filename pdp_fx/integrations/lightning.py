@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from pdp_fx.errors import StateError
 from pdp_fx.integrations.advance import advance
 
 
@@ -26,8 +27,20 @@ class PruningCallback(Callback):
         self._epochs: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the epochs of another training."""
+        """Forget the epochs of another training.
+
+        Raises:
+            StateError: a callback averages whole numbers, too, and so would end up with no schedule at all.
+        """
         self._epochs = None
+        callbacks: list[Any] = vars(trainer).get("callbacks", [])
+        averages = [callback for callback in callbacks if vars(callback).get("_use_buffers") is True]
+        if averages:
+            name = type(averages[0]).__name__
+            raise StateError(
+                f"{name} averages buffers, and whole numbers such as those of the pruning schedule cannot be "
+                f"averaged; write {name}(..., use_buffers=False), which copies them"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The epochs for which the schedule was advanced."""

@@ -139,3 +139,16 @@ def test_a_module_without_a_prepared_model_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, 1, callbacks=[PruningCallback()], enable_checkpointing=False)
     with pytest.raises(StateError, match="holds no prepared model"):
         run.fit(Classifier(Net()), loader())
+
+
+def test_averages_of_the_schedule_are_refused_before_the_training(tmp_path: Path) -> None:
+    averaging: Any = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    module = classifier("step")
+    kept = averaging.EMAWeightAveraging(decay=0.5, use_buffers=False)
+    trainer(tmp_path, 2, callbacks=[PruningCallback(), kept]).fit(module, loader())
+    prepared = module.net
+    assert state(prepared).share == 1
+    pdp_fx.convert(prepared)
+    callbacks = [PruningCallback(), averaging.EMAWeightAveraging(decay=0.5)]
+    with pytest.raises(StateError, match=r"write EMAWeightAveraging\(\.\.\., use_buffers=False\)"):
+        trainer(tmp_path, 2, callbacks=callbacks).fit(classifier("step"), loader())

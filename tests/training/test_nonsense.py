@@ -1,11 +1,13 @@
 """Steps that make no sense: a clear error or a defined result, and the training state is left whole."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, StateError, Unstructured
@@ -161,3 +163,81 @@ def test_steps_after_the_end_of_the_ramp_keep_the_target() -> None:
     for seed in range(12):
         training_step(model, optimizer, seed)
     assert pruned_counts(model) == [int(mask.target) for _, mask in state(model).mask_items()]
+
+
+class Adapted(nn.Module):
+    """Adds something of its own to what a layer gives, and hands on what it is given, as adapters do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.scale = nn.Parameter(torch.ones(()))
+
+    @property
+    def weight(self) -> object:
+        """That of the layer."""
+        return self.layer.weight
+
+    def forward(self, images: Tensor, **kwargs: Tensor) -> Tensor:
+        """What the layer gives, scaled."""
+        return self.scale * self.layer(images, **kwargs)
+
+
+def _adapt(model: nn.Module) -> None:
+    model.inner = Adapted(model.get_submodule("inner"))
+
+
+def _replace(model: nn.Module) -> None:
+    model.inner = nn.Conv2d(8, 8, 3, padding=1)
+
+
+def _normalise(model: nn.Module) -> None:
+    parametrizations.spectral_norm(model.get_submodule("inner"))
+
+
+def _prune(model: nn.Module) -> None:
+    prune.l1_unstructured(model.get_submodule("inner"), "weight", 0.5)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _double(model: nn.Module) -> None:
+    layer = model.get_submodule("inner")
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: 2 * forward(*args, **kwargs)
+
+
+CHANGES = [_adapt, _replace, _normalise, _prune, _double]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("name", ["unstructured", "n:m"])
+def test_a_masked_layer_that_was_changed_after_prepare_is_refused(
+    name: str, change: Callable[[nn.Module], None]
+) -> None:
+    model = prepared(RULES[name])
+    change(model)
+    with pytest.raises(StateError, match=r"inner.*after prepare|inner.*do that before prepare"):
+        pdp_fx.step(model)
+    assert int(state(model).counter) == 0
+    trained = prepared(RULES[name])
+    for _ in range(5):
+        pdp_fx.step(trained)
+    change(trained)
+    with pytest.raises(StateError, match=r"inner.*after prepare|inner.*do that before prepare"):
+        pdp_fx.convert(trained)
+
+
+@every_rule
+def test_a_model_without_numbers_is_refused_and_goes_on_once_it_has_them(rule: Rule) -> None:
+    model = prepared(rule)
+    for _ in range(5):
+        pdp_fx.step(model)
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    counts = pruned_counts(model)
+    model.to("meta")
+    for verb in (pdp_fx.step, pdp_fx.convert):
+        with pytest.raises(StateError, match=rf"{verb.__name__}\(model\) needs .* on the meta device"):
+            verb(model)
+    model.to_empty(device="cpu").load_state_dict(saved)
+    pdp_fx.step(model)
+    assert pruned_counts(model) == counts
+    pdp_fx.convert(model)
