@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def observe(
     gm: fx.GraphModule,
     inputs: Inputs,
     out_of_reach: Mapping[str, str],
-    grouped: frozenset[str] = frozenset(),
+    grouped: Mapping[tuple[str, str], bool] = MappingProxyType({}),
     stand_ins: Iterable[StandIn] = (),
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and see what its labels meet.
@@ -114,11 +115,11 @@ def observe(
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
-        grouped: weights of grouped convolutions, also where each group has a single channel left.
+        grouped: by node and weight of a convolution, whether each channel was a group of its own once.
         stand_ins: computed weights that can stand for parameters.
     """
     flow = LabelFlow(gm, out_of_reach, rule_of)
-    flow.record.grouped |= grouped
+    flow.grouped_before = grouped
     computed = {by.node: by for by in stand_ins}
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
@@ -219,7 +220,7 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
         ids={slot: ids.numpy() for slot, ids in record.slots.items()},
         met=met,
         stays=distinct(np.concatenate([np.empty(0, dtype=np.int64), *(kept for kept, _ in stays)])),
-        grouped=frozenset(record.grouped),
+        grouped=record.grouped,
         masked=_masked(record.demands),
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),

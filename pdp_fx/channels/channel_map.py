@@ -55,7 +55,7 @@ class ChannelMap:
         ids: the label of every index of every parameter and buffer axis.
         met: for every label whether an operation brings it together with another.
         stays: the classes that must stay.
-        grouped: weights of grouped convolutions that are not depthwise.
+        grouped: by node and weight of a convolution, whether each channel is a group of its own.
         masked: the parameter axes that must be masked so that dropped channels are 0.
         norms: nodes that normalise over channels, to be given masks.
         contractions: where weights are multiplied, for counting.
@@ -75,7 +75,7 @@ class ChannelMap:
     ids: dict[Slot, np.ndarray]
     met: np.ndarray
     stays: np.ndarray
-    grouped: frozenset[str]
+    grouped: dict[tuple[str, str], bool]
     masked: frozenset[Slot]
     norms: tuple[NormSite, ...]
     contractions: tuple[Contraction, ...]

@@ -150,7 +150,7 @@ class Record:
         producers: weight axes that make new channels.
         weighing: parameter axes that, as they are or in a computed weight, are multiplied with data.
         contractions: uses of weights.
-        grouped: weights of grouped convolutions that are not depthwise.
+        grouped: by node and weight of a convolution, whether each channel is a group of its own.
         demands: layers that must be 0 where their channel is dropped.
         grids: labels that lie along several axes.
         norms: nodes that normalise over channels, to be given masks.
@@ -171,7 +171,7 @@ class Record:
     producers: list[Production] = field(default_factory=list[Production])
     weighing: set[Slot] = field(default_factory=set[Slot])
     contractions: list[Contraction] = field(default_factory=list[Contraction])
-    grouped: set[str] = field(default_factory=set[str])
+    grouped: dict[tuple[str, str], bool] = field(default_factory=dict[tuple[str, str], bool])
     demands: list[Layer] = field(default_factory=list[Layer])
     grids: list[Tensor] = field(default_factory=list[Tensor])
     norms: list[NormSite] = field(default_factory=list[NormSite])
