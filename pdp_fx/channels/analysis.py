@@ -8,7 +8,7 @@ channel is exactly 0 wherever it is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +30,7 @@ from pdp_fx.channels import (
     rules_slices,
     rules_weights,
 )
-from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.grouping import Make, Stay, collect_groups, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot
@@ -40,7 +40,7 @@ from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rewrites import NORMS
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.channels.running import run
-from pdp_fx.channels.streams import keep_streams
+from pdp_fx.channels.streams import streams
 from pdp_fx.channels.varying import note_varying
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
@@ -91,7 +91,7 @@ def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms:
     """The channel structure, from what a run of ``gm`` on ``inputs`` has shown."""
     given = next(tensors(place_arguments(gm, inputs)), None)
     batch = given.shape[0] if given is not None and given.ndim else 1
-    return _solve(record, batch, None if through_norms else gm.graph)
+    return _solve(record, batch, gm.graph, through_norms)
 
 
 @dataclass(frozen=True)
@@ -196,21 +196,23 @@ def _unknown(call: Call, flow: LabelFlow) -> None:
             flow.put(leaf, ())
 
 
-def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
-    """Turn what the run has collected into classes and groups; in ``gated`` residual streams stay."""
+def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> ChannelMap:
+    """Turn what the run has collected into classes and groups."""
     classes = make_rectangular(record.grids, record.ties)
     for ids, axis, reason in record.counted:
         grid = classes[ids.numpy()]
         if (grid != np.take(grid, [0], axis)).any():
             record.ties.freeze(ids, reason)
-    if gated is not None:
-        keep_streams(record, gated, classes)
+    normed = streams(record, graph, classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     makes, unused = _makes(record, slots, classes)
-    stays = [*((distinct(classes[ids]), reason) for ids, reason in record.ties.frozen), *unused]
+    frozen = [(distinct(classes[ids]), reason) for ids, reason in record.ties.frozen]
+    stays = [*frozen, *([] if through_norms else normed), *unused]
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
     parts = (classes[ids.numpy()] for ids in [*record.parts, *carried])
-    groups = collect_groups(slots, makes, stays, parts, len(classes))
+    groups = [
+        _with_streams(each, normed) for each in collect_groups(slots, makes, stays, parts, len(classes))
+    ]
     met = np.zeros(len(classes), dtype=bool)
     met[record.ties.joined()] = True
     return ChannelMap(
@@ -233,6 +235,12 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
         classes=classes,
         stand_ins=record.stand_ins,
     )
+
+
+def _with_streams(group: ChannelGroup, normed: list[Stay]) -> ChannelGroup:
+    """The group with the norms that run over its channels as those of a residual stream."""
+    found = (reason for roots, reason in normed if np.isin(group.classes, roots).any())
+    return replace(group, streams=tuple(dict.fromkeys(found)))
 
 
 def _makes(

@@ -25,6 +25,7 @@ class ChannelGroup:
         members: every parameter and buffer axis that carries some of them.
         reasons: why channels of this group must stay; empty when all can be removed.
         parts: places of channels that are cut apart from the others; one of each part has to stay.
+        streams: why these channels stay unless their rule lets residual streams go.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ChannelGroup:
     members: tuple[Slot, ...]
     reasons: tuple[Reason, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
+    streams: tuple[Reason, ...] = ()
 
     @property
     def width(self) -> int:
