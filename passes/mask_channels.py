@@ -66,6 +66,7 @@ class MaskChannels(Pass):
                 tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
                 group.width,
                 group.parts,
+                block=_block(found, group),
             )
             mask = made(site, ChannelMask, ChannelPolicy)
             mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
@@ -79,6 +80,15 @@ class MaskChannels(Pass):
             _mask_norm(gm, node, axis, classes, placed, ctx, swaps)
         swap_modules(gm, swaps)
         return True
+
+
+def _block(found: ChannelMap, group: ChannelGroup) -> int:
+    """How many channels of a layer go with each of the group's: those of a head, or one."""
+    members = [found.slots[slot] for slot in group.members]
+    counts = [
+        np.unique(classes[np.isin(classes, group.classes)], return_counts=True)[1] for classes in members
+    ]
+    return int(np.gcd.reduce(np.concatenate(counts)))
 
 
 def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:

@@ -24,6 +24,7 @@ class ChannelPolicy(MaskPolicy):
         producers: the weight axes that make the channels.
         width: number of channels.
         parts: channels that are cut apart from the others; the best of each part always stays.
+        block: how many channels of every layer each of them is, or a divisor of that.
         copies: whether the model writes to some weight while it trains, be it after the mask is computed; the
             gradient of the mask then needs the weight as it was.
     """
@@ -35,6 +36,7 @@ class ChannelPolicy(MaskPolicy):
         self.producers = site.producers
         self.width = site.width
         self.parts = site.parts
+        self.block = site.block
         self.set_tables()
 
     def set_tables(self) -> None:

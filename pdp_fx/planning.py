@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -83,7 +84,7 @@ class Planner:
             if wanted > sum(most):
                 logger.warning("%s: of %d channels only %d can go", rule_text(rule), wanted, sum(most))
             counts = self._channel_counts(scores, most)(wanted)
-            counts = [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
+            counts = _rounded(counts, masks, rule, most)
         else:
             counts = self._counts_for_macs(rule, names, masks, scores, others)
         return dict(zip(names, counts, strict=True))
@@ -125,9 +126,18 @@ class Planner:
         def counts_at(total: int) -> list[int]:
             most = self._limits(masks, rule, total / sum(widths))
             counts = self._channel_counts(scores, most)(total)
-            return [rounded(c, w, rule.round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
+            return _rounded(counts, masks, rule, most)
 
         return reach_macs(counts_at, sum(widths), macs, model.macs([0] * len(order)), reduction)
+
+
+def _rounded(counts: list[int], masks: list[ChannelPolicy], rule: Channels, most: list[int]) -> list[int]:
+    """The nearest counts that leave the layers a multiple of channels; a head is several of them."""
+    steps = [rule.round_to // math.gcd(rule.round_to, mask.block) for mask in masks]
+    return [
+        rounded(count, mask.width, step, limit)
+        for count, mask, step, limit in zip(counts, masks, steps, most, strict=True)
+    ]
 
 
 def _uniform(total: int, widths: list[int], most: list[int]) -> list[int]:

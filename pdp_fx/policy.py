@@ -60,6 +60,8 @@ class MaskSite:
         parts: of a channel group, channels that are cut apart from the others, of which one must stay.
         pruned_decay: of single weights, the decay of pruned ones that the spec asks for.
         axis: of an N:M mask, the axis of the parameter along the input channels; of ``weights`` it is axis 1.
+        block: of a channel group, how many channels of a layer each of its channels is, such as those of a
+            head: the greatest number that divides what it is in every layer.
     """
 
     names: tuple[str, ...]
@@ -71,6 +73,7 @@ class MaskSite:
     parts: tuple[tuple[int, ...], ...] = ()
     pruned_decay: float = 0.0
     axis: int = 1
+    block: int = 1
 
     @property
     def weight(self) -> Tensor:
