@@ -166,8 +166,9 @@ def _sort_groups(
         if not wanted:
             continue
         reason = _conflict(group, rules, fixed) or _unread(group, found)
-        if reason:
-            kept.append(replace(group, reasons=(reason,)))
+        reasons = (reason,) if reason else () if wanted[0].through_norms else group.streams
+        if reasons:
+            kept.append(replace(group, reasons=reasons))
         else:
             groups.append((group, wanted[0]))
     return groups, kept

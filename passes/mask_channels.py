@@ -92,15 +92,16 @@ def _mask_group(
 ) -> fx.Node:
     """Make the mask of a group and compute it ahead of all its ``readers``; returns its node."""
     names = tuple(slot.tensor for slot in group.producers)
-    slots, exposed = ctx.get(ChannelMap).slots, ctx.get(Exposed)
+    found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
     site = MaskSite(
         names,
         rule,
         ctx.spec.softness,
         tuple(gm.get_parameter(name) for name in names),
-        tuple(Producer(slot.axis, _places(slots[slot], group)) for slot in group.producers),
+        tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
         group.width,
         group.parts,
+        block=_block(found, group),
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
@@ -108,6 +109,15 @@ def _mask_group(
     computed = [exposed.computed[name] for name in names if name in exposed.computed]
     trains = idle_in_eval(gm.graph) if computed else set[fx.Node]()
     return _insert_mask(gm, _gathered(readers, computed, trains), key, mask, exposed.computed)
+
+
+def _block(found: ChannelMap, group: ChannelGroup) -> int:
+    """How many channels of a layer go with each of the group's: those of a head, or one."""
+    members = [found.slots[slot] for slot in group.members]
+    counts = [
+        np.unique(classes[np.isin(classes, group.classes)], return_counts=True)[1] for classes in members
+    ]
+    return int(np.gcd.reduce(np.concatenate(counts)))
 
 
 def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ class ChannelPolicy(MaskPolicy):
         width: number of channels.
         parts: index sets that the model splits off or picks out of the channels; the best channel of each
             always stays.
+        block: how many channels of each layer go with one of the group's, or a divisor of that.
         copies: whether the mask must be computed from copies of the weights, because the model itself writes
             to them in training and the mask's gradient needs their earlier values.
     """
@@ -36,6 +37,7 @@ class ChannelPolicy(MaskPolicy):
         self.producers = site.producers
         self.width = site.width
         self.parts = site.parts
+        self.block = site.block
         self.set_tables()
 
     def set_tables(self) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -90,7 +91,7 @@ class Planner:
             wanted = round(rule.ratio * sum(widths))
             if wanted > sum(most):
                 logger.warning("%s: of %d channels only %d can go", rule_text(rule), wanted, sum(most))
-            counts = self._channel_counts(wanted, scores, most, rule.round_to)
+            counts = _rounded(self._channel_counts(wanted, scores, most), masks, rule, most)
         else:
             counts = self._counts_for_macs(rule, names, masks, scores, others)
         return dict(zip(names, counts, strict=True))
@@ -103,18 +104,16 @@ class Planner:
             for mask, kept in zip(masks, least, strict=True)
         ]
 
-    def _channel_counts(self, total: int, scores: list[Tensor], most: list[int], round_to: int) -> list[int]:
-        """How many channels each group loses if ``total`` are to go, by the spec's allocation and rounding.
+    def _channel_counts(self, total: int, scores: list[Tensor], most: list[int]) -> list[int]:
+        """How many channels each group loses if ``total`` are to go, by the spec's allocation.
 
         Under global allocation the scores of each group are first divided by their root mean square.
         """
         widths = [len(score) for score in scores]
         if self.spec.allocation == "uniform":
-            counts = _uniform(total, widths, most)
-        else:
-            normal = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
-            counts = allocate(normal, min(total, sum(most)), most)
-        return [rounded(c, w, round_to, m) for c, w, m in zip(counts, widths, most, strict=True)]
+            return _uniform(total, widths, most)
+        normal = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
+        return allocate(normal, min(total, sum(most)), most)
 
     def _counts_for_macs(
         self,
@@ -140,9 +139,18 @@ class Planner:
 
         def counts_at(total: int) -> list[int]:
             most = self._limits(masks, rule, total / sum(widths))
-            return self._channel_counts(total, scores, most, rule.round_to)
+            return _rounded(self._channel_counts(total, scores, most), masks, rule, most)
 
         return reach_macs(counts_at, sum(widths), macs, model.macs([0] * len(order)), reduction)
+
+
+def _rounded(counts: list[int], masks: list[ChannelPolicy], rule: Channels, most: list[int]) -> list[int]:
+    """The nearest counts that leave every layer a multiple of ``round_to`` channels; a head is several."""
+    steps = [rule.round_to // math.gcd(rule.round_to, mask.block) for mask in masks]
+    return [
+        rounded(count, mask.width, step, limit)
+        for count, mask, step, limit in zip(counts, masks, steps, most, strict=True)
+    ]
 
 
 def _uniform(total: int, widths: list[int], most: list[int]) -> list[int]:

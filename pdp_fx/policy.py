@@ -65,6 +65,8 @@ class MaskSite:
         pruned_decay: for single weights, the spec's decay of pruned weights.
         axis: for an N:M mask, the axis of the parameter along the input channels; in ``weights`` it has been
             moved to axis 1.
+        block: for a channel group, how many channels of a layer go with each of its channels, such as the
+            dimensions of a head: the greatest number that divides this count in every layer.
     """
 
     names: tuple[str, ...]
@@ -76,6 +78,7 @@ class MaskSite:
     parts: tuple[tuple[int, ...], ...] = ()
     pruned_decay: float = 0.0
     axis: int = 1
+    block: int = 1
 
     @property
     def weight(self) -> Tensor:

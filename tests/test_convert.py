@@ -379,6 +379,28 @@ def test_channel_counts_respect_round_to_and_min_channels(round_to: int, min_cha
     assert kept[1] >= min_channels
 
 
+class Heads(nn.Module):
+    """Four heads of eight channels, laid out by view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 96), nn.Linear(32, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(x.shape[0], -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("round_to", "left"), [(8, 8), (16, 16), (12, 24), (64, 32)])
+def test_a_head_counts_as_its_channels_where_these_are_rounded(round_to: int, left: int) -> None:
+    rule = Channels(ratio=0.75, round_to=round_to)
+    spec = PruneSpec(rule, {"out": Unstructured(0.5)}, schedule=Schedule(0, 1.0))
+    model = pdp_fx.prepare(Heads(), spec, torch.randn(2, 5, 6))
+    pdp_fx.step(model)
+    assert pdp_fx.convert(model).get_parameter("out.weight").shape == (6, left)
+
+
 @pytest.mark.parametrize("reduction", [0.1, 0.3, 0.5, 0.8])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_the_mac_target_is_met_and_barely(reduction: float, allocation: Allocation) -> None:

@@ -8,7 +8,8 @@ dropped channel is exactly 0 wherever it is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from pdp_fx.channels import (
     rules_slices,
     rules_weights,
 )
-from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.grouping import Make, Stay, collect_groups, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins
@@ -39,7 +40,7 @@ from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rewrites import NORMS
 from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.channels.running import run
-from pdp_fx.channels.streams import keep_streams
+from pdp_fx.channels.streams import streams
 from pdp_fx.channels.varying import note_varying
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
@@ -90,7 +91,7 @@ def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms:
     """The channel structure, from the record of a run of ``gm`` on ``inputs``."""
     given = next(tensors(place_arguments(gm, inputs)), None)
     batch = given.shape[0] if given is not None and given.ndim else 1
-    return _solve(record, batch, None if through_norms else gm.graph)
+    return _solve(record, batch, gm.graph, through_norms)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def observe(
     gm: fx.GraphModule,
     inputs: Inputs,
     out_of_reach: Mapping[str, str],
-    grouped: frozenset[str] = frozenset(),
+    grouped: Mapping[tuple[str, str], bool] = MappingProxyType({}),
     stand_ins: Iterable[StandIn] = (),
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
@@ -114,12 +115,12 @@ def observe(
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
-        grouped: weights that are known to belong to grouped convolutions. With one channel left in each group
-            they could not be told from depthwise ones.
+        grouped: by node and weight of a convolution, whether each channel was a group of its own before
+            channels were removed. With one channel left in each group this could not be told.
         stand_ins: computed weights that can be pruned in the place of parameters.
     """
     flow = LabelFlow(gm, out_of_reach, rule_of)
-    flow.record.grouped |= grouped
+    flow.grouped_before = grouped
     computed = {by.node: by for by in stand_ins}
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
@@ -196,27 +197,30 @@ def _unknown(call: Call, flow: LabelFlow) -> None:
             flow.put(leaf, ())
 
 
-def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
+def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> ChannelMap:
     """Turn the record of a run into classes and groups.
 
     Args:
         record: the record.
         batch: the batch size of the run.
-        gated: the graph, if residual streams that norms run over must stay; None if they may go.
+        graph: the graph that was run.
+        through_norms: whether residual streams that norms run over may go.
     """
     classes = make_rectangular(record.grids, record.ties)
     for ids, axis, reason in record.counted:
         grid = classes[ids.numpy()]
         if (grid != np.take(grid, [0], axis)).any():
             record.ties.freeze(ids, reason)
-    if gated is not None:
-        keep_streams(record, gated, classes)
+    normed = streams(record, graph, classes)
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     makes, unused = _makes(record, slots, classes)
-    stays = [*((distinct(classes[ids]), reason) for ids, reason in record.ties.frozen), *unused]
+    frozen = [(distinct(classes[ids]), reason) for ids, reason in record.ties.frozen]
+    stays = [*frozen, *([] if through_norms else normed), *unused]
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
     parts = (classes[ids.numpy()] for ids in [*record.parts, *carried])
-    groups = collect_groups(slots, makes, stays, parts, len(classes))
+    groups = [
+        _with_streams(each, normed) for each in collect_groups(slots, makes, stays, parts, len(classes))
+    ]
     met = np.zeros(len(classes), dtype=bool)
     met[record.ties.joined()] = True
     return ChannelMap(
@@ -226,7 +230,7 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
         ids={slot: ids.numpy() for slot, ids in record.slots.items()},
         met=met,
         stays=distinct(np.concatenate([np.empty(0, dtype=np.int64), *(kept for kept, _ in stays)])),
-        grouped=frozenset(record.grouped),
+        grouped=record.grouped,
         masked=frozenset(origins(*record.demands)),
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),
@@ -239,6 +243,12 @@ def _solve(record: Record, batch: int, gated: fx.Graph | None) -> ChannelMap:
         classes=classes,
         stand_ins=record.stand_ins,
     )
+
+
+def _with_streams(group: ChannelGroup, normed: list[Stay]) -> ChannelGroup:
+    """The group with the norms that run over its channels as those of a residual stream."""
+    found = (reason for roots, reason in normed if np.isin(group.classes, roots).any())
+    return replace(group, streams=tuple(dict.fromkeys(found)))
 
 
 def _makes(

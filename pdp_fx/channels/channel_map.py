@@ -25,6 +25,7 @@ class ChannelGroup:
         members: every parameter and buffer axis that carries some of them.
         reasons: why the channels must stay; empty if they can be removed.
         parts: the positions of channels that are split off or picked out; one channel of each part must stay.
+        streams: why these channels stay unless their rule allows residual streams to go.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ChannelGroup:
     members: tuple[Slot, ...]
     reasons: tuple[Reason, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
+    streams: tuple[Reason, ...] = ()
 
     @property
     def width(self) -> int:
@@ -55,7 +57,7 @@ class ChannelMap:
         ids: the label of every index of every parameter and buffer axis.
         met: for every label whether its elements meet those of another label in an operation.
         stays: the classes that must stay.
-        grouped: weights of grouped convolutions that are not depthwise.
+        grouped: by node and weight of a convolution, whether each channel is a group of its own.
         masked: the parameter axes that must be masked so that dropped channels are 0.
         norms: nodes that normalise over channels, to be given masks.
         contractions: where weights are multiplied, for counting.
@@ -75,7 +77,7 @@ class ChannelMap:
     ids: dict[Slot, np.ndarray]
     met: np.ndarray
     stays: np.ndarray
-    grouped: frozenset[str]
+    grouped: dict[tuple[str, str], bool]
     masked: frozenset[Slot]
     norms: tuple[NormSite, ...]
     contractions: tuple[Contraction, ...]

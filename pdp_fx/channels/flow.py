@@ -76,6 +76,7 @@ class LabelFlow(TorchDispatchMode):
         self.source = ""
         self.sized: list[Sized] = []
         self.masks_norm = False
+        self.grouped_before: Mapping[tuple[str, str], bool] = {}
         self.looked = False
         self.drew = False
         self._gapped: list[tuple[Tensor, Tensor]] = []
@@ -332,13 +333,14 @@ class LabelFlow(TorchDispatchMode):
             self.freeze(layer.ids, why, "make it a parameter")
         self.record.producers += [Production(slot, layer.ids.reshape(-1), inner) for slot in made_by]
 
-    def note_grouped(self, weight: Tensor) -> None:
-        """Say that this is the weight of a grouped convolution which is not depthwise."""
-        self.record.grouped.add(self.stored.name(weight))
+    def is_depthwise(self, weight: Tensor, groups: int, channels: int) -> bool:
+        """Whether each channel is a group of its own, or was one before channels were removed.
 
-    def is_grouped(self, weight: Tensor) -> bool:
-        """Whether this weight belonged to a grouped convolution before channels were removed."""
-        return self.stored.name(weight) in self.record.grouped
+        Of a depthwise convolution a single group may be left, and of other groups a single channel each.
+        """
+        use = (self.node, self.stored.name(weight))
+        self.record.grouped[use] = self.grouped_before.get(use, 1 < groups == channels)
+        return self.record.grouped[use]
 
     def contract(self, weight: Tensor, data: Tensor, positions: int, inputs: Tensor | None) -> None:
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight."""

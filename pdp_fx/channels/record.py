@@ -157,7 +157,7 @@ class Record:
         producers: weight axes that produce new channels.
         weighing: parameter axes that are multiplied with data, directly or as part of a computed weight.
         contractions: products of stored weights, for counting multiply-accumulates.
-        grouped: weights of grouped convolutions that are not depthwise.
+        grouped: by node and weight of a convolution, whether each channel is a group of its own.
         demands: layers that must be 0 where their channel is dropped.
         grids: labels that lie along several axes.
         norms: nodes that normalise over channels, to be given masks.
@@ -178,7 +178,7 @@ class Record:
     producers: list[Production] = field(default_factory=list[Production])
     weighing: set[Slot] = field(default_factory=set[Slot])
     contractions: list[Contraction] = field(default_factory=list[Contraction])
-    grouped: set[str] = field(default_factory=set[str])
+    grouped: dict[tuple[str, str], bool] = field(default_factory=dict[tuple[str, str], bool])
     demands: list[Layer] = field(default_factory=list[Layer])
     grids: list[Tensor] = field(default_factory=list[Tensor])
     norms: list[NormSite] = field(default_factory=list[NormSite])

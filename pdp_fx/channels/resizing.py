@@ -39,10 +39,8 @@ class Kept:
         return int(self.stays[axis][:index].sum()) if axis in self.stays else index
 
     def labels(self, axis: int) -> Tensor:
-        """The labels along ``axis``, as a vector."""
-        return next(layer for layer in self.value.layers if layer.support == frozenset({axis})).ids.reshape(
-            -1
-        )
+        """The labels that change along ``axis``, and perhaps along others."""
+        return next(layer.ids for layer in self.value.layers if axis in layer.support)
 
 
 @dataclass(frozen=True)

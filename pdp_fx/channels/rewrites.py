@@ -111,7 +111,7 @@ def _reorder(node: fx.Node, job: Job) -> None:
     if changed:
         (axis,) = changed
         node.op, node.target = "call_function", operator.getitem
-        node.args, node.kwargs = (node.args[0], (*([slice(None)] * axis), chosen(job, axis))), {}
+        node.args, node.kwargs = (node.args[0], (*([slice(None)] * axis), chosen(job, axis, axis))), {}
 
 
 def _roll(node: fx.Node, job: Job) -> None:

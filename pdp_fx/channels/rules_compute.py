@@ -67,13 +67,12 @@ def convolution(call: Call, flow: LabelFlow) -> None:
         source.numel() // source.shape[channel_axis] if transposed else call.result.numel() // outputs
     )
     flow.contract(weight, source, per_channel, None if read is None else read.ids.reshape(-1))
-    if groups == 1:
+    if flow.is_depthwise(weight, groups, source.shape[channel_axis]):
+        made = _depthwise(read, weight, bias, outputs // groups if transposed else 1, flow)
+    elif groups == 1:
         consume(read, parts[0], flow)
         made = _produce(parts[1], weight, source, bias, flow)
-    elif groups == source.shape[channel_axis] and not flow.is_grouped(weight):
-        made = _depthwise(read, weight, bias, outputs // groups if transposed else 1, flow)
     else:
-        flow.note_grouped(weight)
         if parts[1] is not None:
             flow.produce(parts[1], weight, source)
         made = _grouped(read, parts, bias, (groups, transposed), flow)

@@ -12,29 +12,32 @@ from collections.abc import Iterable
 import numpy as np
 from torch import fx
 
+from pdp_fx.channels.grouping import Stay, distinct
 from pdp_fx.channels.labels import Reason
 from pdp_fx.channels.record import Record
 
 REMEDY = "Channels(through_norms=True) gives it masked statistics"
 
 
-def keep_streams(record: Record, graph: fx.Graph, classes: np.ndarray) -> None:
-    """Freeze the channels of residual streams where norms run over them."""
+def streams(record: Record, graph: fx.Graph, classes: np.ndarray) -> list[Stay]:
+    """The classes of residual streams that norms run over, which stay unless a rule lets them go."""
     gated = [site for site in record.norms if site.gated]
     if not gated:
-        return
+        return []
     made_by: dict[int, set[str]] = {}
     for made in record.producers:
         carried = classes[record.slots[made.slot].numpy()]
         for root in np.intersect1d(classes[made.ids.numpy()], carried).tolist():
             made_by.setdefault(root, set()).add(made.slot.tensor)
     above = _tensors_above(record, graph, {name for names in made_by.values() for name in names})
-    streams = {frozenset(names) for names in made_by.values()}
-    residual = {names for names in streams if any(above[name] & names - {name} for name in names)}
+    sets = {frozenset(names) for names in made_by.values()}
+    residual = {names for names in sets if any(above[name] & names - {name} for name in names)}
+    found: list[Stay] = []
     for site in gated:
-        roots = np.unique(classes[site.ids.numpy()]).tolist()
-        if any(frozenset(made_by.get(root, ())) in residual for root in roots):
-            record.ties.freeze(site.ids, Reason(site.node, site.source, site.why, REMEDY))
+        roots = distinct(classes[site.ids.numpy()])
+        if any(frozenset(made_by.get(root, ())) in residual for root in roots.tolist()):
+            found.append((roots, Reason(site.node, site.source, site.why, REMEDY)))
+    return found
 
 
 def _tensors_above(record: Record, graph: fx.Graph, names: Iterable[str]) -> dict[str, set[str]]:

@@ -6,7 +6,6 @@ import operator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, fx
 
 from pdp_fx.channels.record import Record
@@ -42,21 +41,31 @@ def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
 def subscript_fits(node: fx.Node, record: Record) -> bool:
     """Fits numbers, slices, and at most one list of indices; picked channels must have distinct labels.
 
-    Assigning to picked channels does not fit: without a result, its labels cannot say what was picked.
+    Assigning to picked channels does not fit: without a result, its labels cannot say what was picked. A
+    slice of channels that leaves gaps becomes a list.
     """
     source = node.args[0]
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
     parts = _parts(node)
-    several = [part for part in parts if _is_index(part) or _is_tensor(part, record)]
     known = (int, slice, fx.Node)
     plain = all(p is None or p is Ellipsis or isinstance(p, known) or _is_index(p) for p in parts)
     plain = plain and not any(_is_tensor(bound, record) for part in parts for bound in _bounds(part))
-    if len(values) != 1 or not plain or len(several) > 1:
+    if len(values) != 1 or not plain:
         return False
-    axes = varying_axes(node, record)
-    picked = {axis for place, axis in _placed(parts, len(values[0].shape)) if _picks(parts[place])} - axes
-    among = [layer for layer in values[0].layers if layer.support & picked]
+    layers, rank = values[0].layers, len(values[0].shape)
+    labelled = frozenset[int]().union(*(layer.support for layer in layers))
+    placed = [(parts[place], axis) for place, axis in _placed(parts, rank)]
+    lists = [part for part, axis in placed if _is_list(part, record) or (_picks(part) and axis in labelled)]
+    if len(lists) > 1 or labelled & _spreads(parts, rank, record):
+        return False
+    picked = {axis for part, axis in placed if _picks(part)} - varying_axes(node, record)
+    among = [layer for layer in layers if layer.support & picked]
     return not among if node.target is operator.setitem else all(are_distinct(layer.ids) for layer in among)
+
+
+def _is_list(part: Any, record: Record) -> bool:
+    """Whether a part of a subscript picks several places by their numbers or by a mask."""
+    return _is_index(part) or _is_tensor(part, record)
 
 
 def varying_axes(node: fx.Node, record: Record) -> frozenset[int]:
@@ -92,12 +101,24 @@ def _is_tensor(part: Any, record: Record) -> bool:
     return isinstance(part, fx.Node) and part.name not in record.numbers
 
 
+def _spreads(parts: list[Any], rank: int, record: Record) -> frozenset[int]:
+    """The axes behind those of a tensor of several axes that picks places, with its own.
+
+    Numbers are laid out along as many, and a mask covers as many: what comes behind may be another axis.
+    """
+    for place, axis in _placed(parts, rank):
+        given = record.values.get(parts[place].name, ()) if _is_tensor(parts[place], record) else ()
+        if any(len(value.shape) > 1 for value in given):
+            return frozenset(range(0 if any(part is Ellipsis for part in parts[:place]) else axis, rank))
+    return frozenset()
+
+
 def subscript(node: fx.Node, job: Job) -> None:
     """Update the subscript for the indices that stay."""
     parts = _parts(node)
     source = job.source
     for place, axis in _placed(parts, len(source.value.shape)):
-        part = parts[place]
+        part, at = parts[place], axis + _moved(parts[:place], job)
         bounds = _bounds(part) or (part,)
         if not source.changes(axis) and not any(
             getattr(bound, "name", "") in job.changing for bound in bounds
@@ -116,28 +137,33 @@ def subscript(node: fx.Node, job: Job) -> None:
         number = (
             job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None
         )
-        parts[place] = source.before(axis, number % size) if isinstance(number, int) else chosen(job, axis)
+        parts[place] = (
+            source.before(axis, number % size) if isinstance(number, int) else chosen(job, axis, at)
+        )
     whole = isinstance(node.args[1], (tuple, list)) and not _is_index(node.args[1])
     node.args = (node.args[0], tuple(parts) if whole else parts[0], *node.args[2:])
 
 
-def chosen(job: Job, axis: int) -> list[int]:
-    """The indices, among those that stay along ``axis``, that the result consists of, in its order.
+def _moved(parts: list[Any], job: Job) -> int:
+    """By how many axes the result's are behind the source's, after these parts of a subscript."""
+    numbers = [part for part in parts if isinstance(part, int) or getattr(part, "name", "") in job.numbers]
+    return sum(part is None for part in parts) - len(numbers)
+
+
+def chosen(job: Job, axis: int, at: int) -> list[int]:
+    """The indices, among those that stay along ``axis``, that the result has along ``at``, in its order.
 
     They follow from the labels: those of the result are labels of the source, chosen and reordered.
     """
-    source, result = job.source.labels(axis), _labels_like(job, axis)
-    place_of = {label: place for place, label in enumerate(source.tolist())}
-    stays = job.source.stays[axis]
-    rank = np.cumsum(stays) - 1
-    places = [place_of[label] for label in result.tolist()]
-    return [int(rank[place]) for place in places if stays[place]]
-
-
-def _labels_like(job: Job, axis: int) -> Tensor:
-    """The labels of the result that come from ``axis`` of the source."""
-    known = set(job.source.labels(axis).tolist())
-    for layer in job.results[0].value.layers:
-        if len(layer.support) == 1 and set(layer.ids.reshape(-1).tolist()) <= known:
-            return layer.ids.reshape(-1)
-    return torch.empty(0, dtype=torch.int64, device="cpu")
+    source, place_of = job.source.labels(axis), dict[int, int]()
+    for place in range(source.shape[axis]):
+        place_of |= dict.fromkeys(source.select(axis, place).reshape(-1).tolist(), place)
+    result = job.results[0]
+    layers = (layer.ids for layer in result.value.layers)
+    found = next((ids for ids in layers if place_of.keys() >= set(ids.reshape(-1).tolist())), None)
+    if found is None:
+        return []
+    line = found.movedim(at, 0).flatten(1)[:, 0].expand(result.value.shape[at]).tolist()
+    left = result.stays.get(at, np.ones(len(line), dtype=bool))
+    rank = np.cumsum(job.source.stays[axis]) - 1
+    return [int(rank[place_of[label]]) for label, stays in zip(line, left, strict=True) if stays]

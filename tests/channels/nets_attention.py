@@ -250,6 +250,18 @@ class GroupedQuery(nn.Module):
         return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
 
 
+class GroupedQueryByIndex(GroupedQuery):
+    """The heads of keys and values are picked by a table, out of heads and their channels in one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, 4, SIZE).transpose(1, 2)
+        k, v = (layer(x).view(b, t, 2, SIZE).transpose(1, 2) for layer in (self.k, self.v))
+        heads = torch.arange(4) // 2
+        weight = (q @ k[:, heads].transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ v[:, [0, 0, 1, 1]]).transpose(1, 2).reshape(b, t, -1))
+
+
 class GroupedQueryFused(GroupedQuery):
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -468,6 +480,7 @@ ATTENTION = (
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvIndexed, sequences(), removed=HEAD_PRUNING),
     Construct(GroupedQuery, sequences(), removed=16),
+    Construct(GroupedQueryByIndex, sequences(), removed=16),
     Construct(GroupedQueryFused, sequences(), removed=8),
     Construct(RotaryPositions, sequences(), removed=HEAD_PRUNING),
     Construct(RelativePositions, sequences(), removed=HEAD_PRUNING),

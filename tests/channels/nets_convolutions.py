@@ -149,6 +149,32 @@ class DepthwiseTransposed(nn.Module):
         return self.head(F.relu(self.up(F.relu(self.stem(x)))))
 
 
+class DepthwiseTransposedMultiplier(nn.Module):
+    """Of two channels with two outputs each one is left, and its weight still has no columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up = conv_bn(3, 2), nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2)
+        self.head = nn.Conv2d(4, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.up(F.relu(self.stem(x)))))
+
+
+class ScaledGroupsAndDepthwise(nn.Module):
+    """Both weights are computed, and have no name by which to tell them apart once groups of one are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last, self.head = conv_bn(3, 8), nn.Conv2d(8, 5, 1), nn.Conv2d(8, 5, 1)
+        self.grouped, self.deep = nn.Parameter(torch.randn(8, 2, 3, 3)), nn.Parameter(torch.randn(8, 1, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        mixed = F.conv2d(x, 0.5 * self.grouped, padding=1, groups=4)
+        return self.last(mixed) + self.head(F.conv2d(x, 0.5 * self.deep, padding=1, groups=8))
+
+
 class Grouped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -323,6 +349,8 @@ CONVOLUTIONS = (
     Construct(Depthwise, images(), removed=8),
     Construct(DepthwiseMultiplier, images(), removed=12),
     Construct(DepthwiseTransposed, images(), removed=8),
+    Construct(DepthwiseTransposedMultiplier, images(), removed=3),
+    Construct(ScaledGroupsAndDepthwise, images(), removed=12),
     Construct(Grouped, images(), removed=12),
     Construct(TwoGroupCounts, images(), removed=24),
     Construct(TwoGroupCountsThatDoNotDivide, images(), removed=18),

@@ -288,6 +288,37 @@ class IndexByList(Wide):
         return x[:, [1, 14, 2, 9, 9]]
 
 
+class RowsByIndexOfTwoAxes(Wide):
+    """Places laid out along two axes come behind the channels, of which nothing is picked."""
+
+    def move(self, x: Tensor) -> Tensor:
+        return x[:, :, torch.tensor([[0, 1], [3, 2]])].flatten(2, 3)
+
+
+class ChannelsByIndexOfTwoAxes(Wide):
+    def move(self, x: Tensor) -> Tensor:
+        return x[:, torch.arange(15, -1, -1).view(2, 8)].flatten(1, 2)
+
+
+class GapsBesideList(Wide):
+    """Two lists would be read as pairs, so that the slice that leaves gaps cannot become one."""
+
+    reads = 8
+
+    def move(self, x: Tensor) -> Tensor:
+        return x[:, ::2, [0, 3, 1]]
+
+
+class GapsBehindMask(Wide):
+    """A mask of two axes: what comes behind it is another axis than it seems."""
+
+    reads = 8
+
+    def move(self, x: Tensor) -> Tensor:
+        pixels = torch.arange(36).view(6, 6) % 2 == 0
+        return x.permute(0, 2, 3, 1)[:, pixels, ::2].mT.unflatten(2, (3, 6))
+
+
 class Roll(Wide):
     def move(self, x: Tensor) -> Tensor:
         return torch.roll(x, 3, 1)
@@ -379,6 +410,10 @@ LAYOUT = (
     Construct(IndexSelect, images(), removed=4),
     Construct(IndexByBuffer, images(), removed=8),
     Construct(IndexByList, images(), removed=3),
+    Construct(RowsByIndexOfTwoAxes, images(), removed=8),
+    Construct(ChannelsByIndexOfTwoAxes, images(), reason="is told sizes or positions"),
+    Construct(GapsBesideList, images(), reason="is told sizes or positions"),
+    Construct(GapsBehindMask, images(), reason="is told sizes or positions"),
     Construct(Roll, images(), removed=8),
     Construct(RollAdded, images(), removed=8),
     Construct(Flip, images(), removed=8),

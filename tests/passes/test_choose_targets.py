@@ -57,6 +57,34 @@ def test_a_producer_that_is_skipped_keeps_its_channels() -> None:
     assert [group.name for group, _ in found.groups] == ["stem.0"]
 
 
+class NormedStream(nn.Module):
+    """A residual layer behind a norm, and a hidden layer of its own in the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(3, 8), nn.LayerNorm(8)
+        self.hidden, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x + self.out(torch.relu(self.hidden(self.norm(x)))))
+
+
+@pytest.mark.parametrize("opened", ["head", "stream"])
+def test_a_rule_lets_no_residual_stream_go_but_its_own(opened: str) -> None:
+    own = Channels(ratio=0.5, through_norms=True)
+    overrides = {"head": own} if opened == "head" else {"stem": own, "out": own}
+    spec = at_once(Channels(ratio=0.5), overrides)
+    _, ctx = prepare_until(NormedStream(), spec, torch.randn(5, 3), "choose-targets")
+    found = ctx.get(Plan)
+    streams = [group.name for group, rule in found.groups if rule is own and group.name == "stem"]
+    assert streams == ([] if opened == "head" else ["stem"])
+    reasons = [str(reason) for group in found.kept if group.name == "stem" for reason in group.reasons]
+    assert all("Channels(through_norms=True) gives it masked statistics" in reason for reason in reasons)
+    assert len(reasons) == (opened == "head")
+
+
 def test_a_reader_pruned_in_groups_keeps_its_inputs() -> None:
     found = plan("residual", Channels(ratio=0.5), {"fc": NM(2, 4)})
     (reason,) = next(group.reasons for group in found.kept if group.name == "stem.0")
