@@ -167,6 +167,7 @@ class Record:
         numbers: the numbers that nodes returned.
         resized: nodes whose sizes must be updated when channels are removed.
         taint: for every node that returned numbers, which numbers of channels they depend on.
+        masks: nodes that return booleans, which pick where they are true.
         varying: nodes whose result may differ at the next call.
         free_axes: for every shape that was read, the axes whose sizes may then differ, and its rank.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
@@ -188,6 +189,7 @@ class Record:
     values: dict[str, tuple[Labelled, ...]] = field(default_factory=dict[str, "tuple[Labelled, ...]"])
     resized: list[str] = field(default_factory=list[str])
     taint: dict[str, list[Tainted]] = field(default_factory=dict[str, "list[Tainted]"])
+    masks: set[str] = field(default_factory=set[str])
     varying: set[str] = field(default_factory=set[str])
     free_axes: dict[str, tuple[frozenset[int], int]] = field(
         default_factory=dict[str, "tuple[frozenset[int], int]"]

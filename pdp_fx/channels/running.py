@@ -49,6 +49,8 @@ class _FlowInterpreter(fx.Interpreter):
             result = self.run_unseen(n)
         self.after(n, self.flow, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors):
+            self.flow.record.masks.add(n.name)
         self.flow.record.values[n.name] = tuple(
             Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors
         )

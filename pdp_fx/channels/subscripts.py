@@ -56,7 +56,7 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     labelled = frozenset[int]().union(*(layer.support for layer in layers))
     placed = [(parts[place], axis) for place, axis in _placed(parts, rank)]
     lists = [part for part, axis in placed if _is_list(part, record) or (_picks(part) and axis in labelled)]
-    if len(lists) > 1 or labelled & _spreads(parts, rank, record):
+    if len(lists) > 1:
         return False
     picked = {axis for part, axis in placed if _picks(part)} - varying_axes(node, record)
     among = [layer for layer in layers if layer.support & picked]
@@ -69,14 +69,15 @@ def _is_list(part: Any, record: Record) -> bool:
 
 
 def varying_axes(node: fx.Node, record: Record) -> frozenset[int]:
-    """The axes along which the next call may pick other channels, so that these have to stay."""
+    """The axes whose channels must stay: the next call may pick others, or they cannot be followed."""
     source = node.args[0]
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
     parts = _parts(node)
     if len(values) != 1:
         return frozenset()
-    placed = _placed(parts, len(values[0].shape))
-    return frozenset(axis for place, axis in placed if _is_varying(parts[place], record))
+    rank = len(values[0].shape)
+    varying = [axis for place, axis in _placed(parts, rank) if _is_varying(parts[place], record)]
+    return frozenset(varying) | _spreads(parts, rank, record)
 
 
 def _bounds(part: Any) -> tuple[Any, ...]:
@@ -102,15 +103,28 @@ def _is_tensor(part: Any, record: Record) -> bool:
 
 
 def _spreads(parts: list[Any], rank: int, record: Record) -> frozenset[int]:
-    """The axes behind those of a tensor of several axes that picks places, with its own.
+    """The axes whose channels cannot be followed, for a tensor of several axes picks along or before them.
 
-    Numbers are laid out along as many, and a mask covers as many: what comes behind may be another axis.
+    Numbers in several axes pick along one axis, and what other parts pick behind it is moved. A mask covers
+    as many axes as it has itself, so that other parts do not index the axes that their positions say.
     """
     for place, axis in _placed(parts, rank):
-        given = record.values.get(parts[place].name, ()) if _is_tensor(parts[place], record) else ()
-        if any(len(value.shape) > 1 for value in given):
-            return frozenset(range(0 if any(part is Ellipsis for part in parts[:place]) else axis, rank))
+        name = parts[place].name if _is_tensor(parts[place], record) else ""
+        count = max((len(value.shape) for value in record.values.get(name, ())), default=0)
+        if count < 2:
+            continue
+        behind = [other for later, other in _placed(parts, rank) if later > place and _chooses(parts[later])]
+        if name not in record.masks:
+            return frozenset({axis, *behind})
+        if behind or any(part is Ellipsis for part in parts[:place]):
+            return frozenset(range(rank))
+        return frozenset(range(axis, axis + count))
     return frozenset()
+
+
+def _chooses(part: Any) -> bool:
+    """Whether a part of a subscript is more than a colon."""
+    return not isinstance(part, slice) or part != slice(None)
 
 
 def subscript(node: fx.Node, job: Job) -> None:
@@ -120,9 +134,8 @@ def subscript(node: fx.Node, job: Job) -> None:
     for place, axis in _placed(parts, len(source.value.shape)):
         part, at = parts[place], axis + _moved(parts[:place], job)
         bounds = _bounds(part) or (part,)
-        if not source.changes(axis) and not any(
-            getattr(bound, "name", "") in job.changing for bound in bounds
-        ):
+        told = any(getattr(bound, "name", "") in job.changing for bound in bounds)
+        if not _chooses(part) or not (source.changes(axis) or told):
             continue
         size = source.value.shape[axis]
         if isinstance(part, slice):

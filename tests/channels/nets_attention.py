@@ -313,6 +313,17 @@ class RelativePositions(QkvHardCoded):
         return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
 
 
+class RelativePositionsInTwoAxes(RelativePositions):
+    """The table is read by positions in rows and columns, and the heads lie behind both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        bias = self.table[self.distance].permute(2, 0, 1)
+        weight = (q @ k.transpose(-2, -1) * 0.5 + bias).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
+
+
 class QueryNorm(QkvHardCoded):
     """Queries and keys are brought to unit length, with a learned scale for each head."""
 
@@ -484,6 +495,7 @@ ATTENTION = (
     Construct(GroupedQueryFused, sequences(), removed=8),
     Construct(RotaryPositions, sequences(), removed=HEAD_PRUNING),
     Construct(RelativePositions, sequences(), removed=HEAD_PRUNING),
+    Construct(RelativePositionsInTwoAxes, sequences(), removed=HEAD_PRUNING),
     Construct(QueryNorm, sequences(), removed=HEAD_PRUNING),
     Construct(EinsumAttention, sequences(), removed=HEAD_PRUNING),
     Construct(ConvAttention, images(), removed=8),

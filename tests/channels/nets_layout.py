@@ -319,6 +319,14 @@ class GapsBehindMask(Wide):
         return x.permute(0, 2, 3, 1)[:, pixels, ::2].mT.unflatten(2, (3, 6))
 
 
+class PixelsByMask(Wide):
+    """A mask of two axes picks pixels of channels that lie behind it."""
+
+    def move(self, x: Tensor) -> Tensor:
+        pixels = torch.arange(36).view(6, 6) % 2 == 0
+        return x.permute(0, 2, 3, 1)[:, pixels, :].mT.unflatten(2, (3, 6))
+
+
 class Roll(Wide):
     def move(self, x: Tensor) -> Tensor:
         return torch.roll(x, 3, 1)
@@ -413,6 +421,7 @@ LAYOUT = (
     Construct(RowsByIndexOfTwoAxes, images(), removed=8),
     Construct(ChannelsByIndexOfTwoAxes, images(), reason="is told sizes or positions"),
     Construct(GapsBesideList, images(), reason="is told sizes or positions"),
+    Construct(PixelsByMask, images(), removed=8),
     Construct(GapsBehindMask, images(), reason="is told sizes or positions"),
     Construct(Roll, images(), removed=8),
     Construct(RollAdded, images(), removed=8),
