@@ -14,6 +14,7 @@ from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.spec import PruneSpec
 from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.outcome import Outcome, outcome, random_state
 
 
 class LabelWatch:
@@ -22,21 +23,26 @@ class LabelWatch:
     Attributes:
         record: what the last run has shown of the labels; None before it, or if it failed.
         sites: the weights of the graph that was run.
+        outcome: what that run gave, which masks may not change; None if it drew random numbers.
     """
 
     def __init__(self, spec: PruneSpec) -> None:
         self.record: Record | None = None
         self.sites: Sites | None = None
+        self.outcome: Outcome | None = None
         self._spec = spec
 
     def __call__(self, gm: fx.GraphModule, call: ExampleCall) -> Any:
         """Run ``gm`` in eval mode and return its output."""
-        self.record = None
+        self.record = self.outcome = None
         inputs = (call.args, dict(call.kwargs))
         ctx = Context(self._spec, inputs)
         FindSites().run(gm, ctx)
         sites = self.sites = ctx.get(Sites)
+        drawn = random_state()
         observed = observe(gm, inputs, sites.out_of_reach, stand_ins=sites.stand_ins)
+        if random_state() == drawn:
+            self.outcome = outcome(gm, observed.output)
         self.record = observed.record
         return observed.output
 

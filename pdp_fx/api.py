@@ -29,12 +29,12 @@ from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.planning import parameters_of
-from pdp_fx.proving import proved
+from pdp_fx.proving import check_unpruned, proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
 from pdp_fx.sharding import refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
-from pdp_fx.tracing.examples import ExampleInputs
+from pdp_fx.tracing.examples import ExampleCall, ExampleInputs
 from pdp_fx.tracing.preserve import unwritten
 from pdp_fx.wrapping import refuse_more_than_wrapped, refuse_wrapped
 
@@ -68,6 +68,7 @@ def prepare(
         TraceError: the model cannot be traced, or does not run on the example inputs.
         StateError: the model is prepared already, is wrapped for several devices or compiled, or has
             parameters that are lazy or on the meta device.
+        VerifyError: the masks would change the outputs before anything is pruned, which is a bug.
 
     Example:
         >>> from pdp_fx import Unstructured
@@ -95,6 +96,9 @@ def prepare(
     pruner.set_seal()
     pruner.to(_device(model))
     pruner.train(model.training)
+    if watch.outcome is not None and inputs is not None and not pruner.has_other_policies:
+        with unwritten(model):
+            check_unpruned(gm, model, watch.outcome, ExampleCall(*inputs))
     pruner.check_reachable(gm)
     pruner.update_masks(gm)
     pruner.check_policies(gm)

@@ -1,4 +1,4 @@
-"""Converting a copy of a prepared model, and proving by comparison that its outputs stay the same.
+"""Proving by comparison that masks change nothing at first, and that converting changes nothing at all.
 
 The comparison is in the model's dtype first. If rounding may explain a difference, a copy in float64 decides.
 """
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from pdp_fx.compiler import Context, OnPass
 from pdp_fx.errors import PdpError, StateError, VerifyError
@@ -29,7 +29,10 @@ from pdp_fx.passes.verify_equivalence import (
 )
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.replacing import ALONE, replaced
+from pdp_fx.tracing.verify import run
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,29 @@ AMPLIFIED = 10
 
 MOST_AMPLIFIED = 1e-6
 """The limit of that: a model that amplifies rounding further cannot be told from one with a wrong index."""
+
+
+def check_unpruned(gm: fx.GraphModule, model: nn.Module, unmasked: Outcome, example: ExampleCall) -> None:
+    """Check that masks change nothing before anything is pruned, up to rounding.
+
+    Args:
+        gm: the prepared model.
+        model: the user's, whose state is restored.
+        unmasked: the outcome of the graph in eval mode before masks were inserted.
+        example: the call that it is the outcome of.
+
+    Raises:
+        VerifyError: the outputs differ, or the prepared model fails.
+    """
+    try:
+        same = unmasked.is_near(run(gm, example, False, None, model))
+    except Exception as err:
+        raise VerifyError(f"the masked model fails: {type(err).__name__}: {err}. {_OURS}") from err
+    if not same:
+        raise VerifyError(f"the masked model differs from yours before anything is pruned. {_OURS}")
+
+
+_OURS = "This is a bug of this package; your model is untouched"
 
 
 def proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:

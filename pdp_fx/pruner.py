@@ -99,6 +99,11 @@ class Pruner(nn.Module):
         return [(name, cast(MaskPolicy, mask)) for name, mask in self.masks.items()]
 
     @property
+    def has_other_policies(self) -> bool:
+        """Whether some masks are not this package's, and so may change the model from the start."""
+        return any(not type(mask).__module__.startswith("pdp_fx.") for _, mask in self.mask_items())
+
+    @property
     def share(self) -> float:
         """The share of the targets that the schedule prunes now, in [0, 1]."""
         return share(self.spec.schedule, int(self.counter))

@@ -18,9 +18,11 @@ from pdp_fx import (
     SpecError,
     StateError,
     Unstructured,
+    VerifyError,
 )
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.granularity import Rule
+from pdp_fx.ops.explicit import ExplicitBatchNorm2d, ExplicitConv2d
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import PREPARE
 from tests.nets import (
@@ -516,3 +518,35 @@ def test_an_nm_layer_freezes_the_channels_that_it_reads() -> None:
         "%fc: fc.weight is pruned N:M along these channels; removing some would break its pattern; "
         "give that layer another rule"
     ]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_mask_that_changes_the_model_before_anything_is_pruned_is_refused(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is checked before masks are inserted; what inserting them does is checked, too."""
+    model, x = net("residual")
+    before = model.eval()(x)
+    kind: type[nn.Module] = ExplicitBatchNorm2d if isinstance(rule, Channels) else ExplicitConv2d
+    forward: Callable[..., Tensor] = kind.forward
+
+    def off(layer: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return forward(layer, *args, **kwargs) * 1.01
+
+    monkeypatch.setattr(kind, "forward", off)
+    with pytest.raises(
+        VerifyError, match="differs from yours before anything is pruned.*bug of this package"
+    ):
+        pdp_fx.prepare(model, at_once(rule), x)
+    assert torch.equal(model(x), before)
+
+
+def test_a_masked_model_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net("residual")
+
+    def fails(layer: ExplicitConv2d, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        raise ValueError("no such argument")
+
+    monkeypatch.setattr(ExplicitConv2d, "forward", fails)
+    with pytest.raises(VerifyError, match="masked model fails: ValueError: no such argument"):
+        pdp_fx.prepare(model, at_once(RULES["unstructured"]), x)

@@ -78,6 +78,11 @@ def outcome(model: nn.Module, output: Any) -> Outcome:
     return Outcome(type(output), results, buffers, torch.get_rng_state(), generator_states())
 
 
+def random_state() -> tuple[Any, ...]:
+    """The states of all random number generators, in a form that can be compared."""
+    return torch.get_rng_state().numpy().tobytes(), generator_states()
+
+
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
