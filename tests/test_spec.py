@@ -82,9 +82,9 @@ def test_the_guard_may_be_anything_from_off_to_uniform(min_keep: float) -> None:
         ({"default": NM(2, 4), "min_keep": -0.1}, "min_keep must lie between 0"),
         (
             {"default": NM(2, 4), "allocation": "globl"},
-            "must be 'global', 'dynamic' or 'uniform', got 'globl' .*did you mean 'global'",
+            "must be 'global' or 'dynamic' or 'uniform', got 'globl' .*did you mean 'global'",
         ),
-        ({"default": NM(2, 4), "allocation": None}, "must be 'global', 'dynamic' or 'uniform', got None"),
+        ({"default": NM(2, 4), "allocation": None}, "must be 'global' or 'dynamic' or 'uniform', got None"),
     ],
 )
 def test_an_impossible_spec_is_refused(arguments: dict[str, Any], message: str) -> None:
