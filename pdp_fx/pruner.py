@@ -101,7 +101,7 @@ class Pruner(nn.Module):
     @property
     def has_other_policies(self) -> bool:
         """Whether some masks are not this package's, and so may change the model from the start."""
-        return any(not type(mask).__module__.startswith("pdp_fx.") for _, mask in self.mask_items())
+        return any(not _is_own(mask) for _, mask in self.mask_items())
 
     @property
     def share(self) -> float:
@@ -202,13 +202,13 @@ class Pruner(nn.Module):
     def check_policies(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if a policy of the user's returns something that layers cannot use."""
         for _, mask in self.mask_items():
-            if not type(mask).__module__.startswith("pdp_fx."):
+            if not _is_own(mask):
                 _check_results(mask, parameters_of(gm, mask))
 
     def check_hard(self, gm: fx.GraphModule) -> None:
         """Raise StateError if a policy of the user's keeps weights that it calls pruned."""
         for name, mask in self.mask_items():
-            if not isinstance(mask, WeightPolicy) or type(mask).__module__.startswith("pdp_fx."):
+            if not isinstance(mask, WeightPolicy) or _is_own(mask):
                 continue
             weights = parameters_of(gm, mask)
             with preserved(mask), torch.no_grad():
@@ -237,6 +237,11 @@ class Pruner(nn.Module):
 
     def _plan(self, gm: fx.GraphModule) -> dict[str, int]:
         return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
+
+
+def _is_own(mask: MaskPolicy) -> bool:
+    """Whether a mask is one of this package's, which need no check of what they return."""
+    return type(mask).__module__.startswith("pdp_fx.")
 
 
 def _check_results(mask: MaskPolicy, weights: list[Tensor]) -> None:
