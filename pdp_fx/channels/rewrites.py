@@ -14,12 +14,16 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from pdp_fx.channels.left_out import written_out
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite
 from pdp_fx.channels.subscripts import are_distinct, chosen, subscript, subscript_fits, varying_axes
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.ops.kinds import groups_left
 from pdp_fx.ops.products import operation_name
+
+VIEWS: frozenset[Any] = frozenset({"view", "reshape", torch.reshape})
+"""Operations that lay all elements out anew, in which a size of -1 is what the others leave."""
 
 GROUPS = 6
 """The position of ``groups`` among the arguments of a convolution, transposed or not."""
@@ -40,6 +44,8 @@ def _sizes(node: fx.Node, job: Job, first: int, names: tuple[str, ...]) -> None:
     if not isinstance(given, (tuple, list)) or len(given) != len(result.value.shape):
         return
     new = tuple(job.resized(result, axis, size) for axis, size in enumerate(given))
+    if node.target in VIEWS:
+        new = written_out(node, job, new)
     if name:
         node.update_kwarg(name, new)
     else:
@@ -66,6 +72,8 @@ def _unflatten(node: fx.Node, job: Job) -> None:
     axis, sizes = _arguments(node, 1, ("dim", "sizes"), 2)
     start = int(axis) % len(job.source.value.shape)
     new = tuple(job.resized(job.results[0], start + place, size) for place, size in enumerate(sizes))
+    behind = len(job.results[0].value.shape) - start - len(new)
+    new = written_out(node, job, (*[None] * start, *new, *[None] * behind))[start : start + len(new)]
     node.args, node.kwargs = (node.args[0], axis, new), {}
 
 
