@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
@@ -99,10 +100,10 @@ def _why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
 
 
 def _changeable(value: Any) -> Any:
-    """A copy with plain lists and dicts."""
-    if isinstance(value, dict):
+    """The value, or a copy with plain lists and dicts in the place of fx's."""
+    if isinstance(value, immutable_dict):
         return {key: _changeable(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, immutable_list):
         return [_changeable(item) for item in value]
     return value
 

@@ -1,3 +1,5 @@
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -7,7 +9,9 @@ from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.compiler import Context
 from pdp_fx.passes.find_sites import FindSites, Sites
+from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.trace import trace
+from pdp_fx.tracing.outcome import outcome
 from tests.nets import assert_unchanged, at_once, listing, net, prepare_until, snapshot
 
 SPEC = at_once(Channels(ratio=0.5))
@@ -33,6 +37,30 @@ def test_the_graph_and_the_model_are_left_alone() -> None:
     assert_unchanged(model, before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert len(listing(gm).splitlines()) == 5
+
+
+class Output(OrderedDict[str, object]):
+    """A record, as of the outputs of transformers."""
+
+
+class Recorded(nn.Module):
+    """Returns a record of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Output:
+        hidden = self.first(x)
+        return Output(hidden=[hidden.sum(1)], logits=self.second(hidden))
+
+
+def test_the_run_with_labels_returns_what_the_model_returns() -> None:
+    model, x = Recorded().eval(), torch.randn(2, 4)
+    watch = LabelWatch(SPEC)
+    trace(model, x, watch)
+    assert watch.outcome is not None
+    assert not outcome(model, model(x)).difference(watch.outcome)
 
 
 class Adapted(nn.Module):
