@@ -111,6 +111,11 @@ def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int
         return place.graph.call_function(call, (number, other))
 
 
+def are_distinct(ids: Tensor) -> bool:
+    """Whether no label occurs twice."""
+    return len(ids.unique()) == ids.numel()
+
+
 Apply = Callable[[fx.Node, Job], None]
 Varies = Callable[[fx.Node, Record], frozenset[int]]
 Fits = Callable[[fx.Node, Record], bool]

@@ -14,11 +14,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from pdp_fx.channels.left_out import written_out
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.resizing import Job, Rewrite
-from pdp_fx.channels.subscripts import are_distinct, chosen, subscript, subscript_fits, varying_axes
+from pdp_fx.channels.resizing import Job, Rewrite, are_distinct
+from pdp_fx.channels.subscripts import chosen, subscript, subscript_fits, varying_axes
 from pdp_fx.channels.varying import given_varying
+from pdp_fx.channels.written_sizes import hold_to_size, written_out
 from pdp_fx.ops.kinds import groups_left
 from pdp_fx.ops.products import operation_name
 
@@ -97,6 +97,8 @@ def _narrow(node: fx.Node, job: Job) -> None:
     axis, start = _arguments(node, 1, ("dim", "start"), 2)
     place = int(axis) % len(job.source.value.shape)
     if job.source.changes(place) or job.told(node):
+        if job.source.changes(place):
+            hold_to_size(node, job.source, place)
         first = job.source.before(place, int(job.number(start)))
         node.args, node.kwargs = (node.args[0], axis, first, job.results[0].size(place)), {}
 

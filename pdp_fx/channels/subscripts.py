@@ -6,10 +6,11 @@ import operator
 from typing import Any
 
 import numpy as np
-from torch import Tensor, fx
+from torch import fx
 
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.resizing import Job
+from pdp_fx.channels.resizing import Job, Kept, are_distinct
+from pdp_fx.channels.written_sizes import hold_to_size
 
 
 def _parts(node: fx.Node) -> list[Any]:
@@ -93,11 +94,6 @@ def _picks(part: Any) -> bool:
     return not isinstance(part, int) and not (isinstance(part, slice) and part.step in (None, 1))
 
 
-def are_distinct(ids: Tensor) -> bool:
-    """Whether no label occurs twice."""
-    return len(ids.unique()) == ids.numel()
-
-
 def _is_tensor(part: Any, record: Record) -> bool:
     return isinstance(part, fx.Node) and part.name not in record.numbers
 
@@ -141,8 +137,10 @@ def subscript(node: fx.Node, job: Job) -> None:
         if isinstance(part, slice):
             start, stop, step = slice(*(job.number(bound) for bound in bounds)).indices(size)
             if step == 1:
-                first = source.before(axis, start)
-                parts[place] = slice(first, max(source.before(axis, stop), first))
+                if source.changes(axis):
+                    hold_to_size(node, source, axis)
+                given = map(job.number, bounds[:2])
+                parts[place] = _between(source, axis, (start, max(stop, start)), *given)
                 continue
             if not source.changes(axis):
                 parts[place] = slice(start, stop, step)
@@ -155,6 +153,19 @@ def subscript(node: fx.Node, job: Job) -> None:
         )
     whole = isinstance(node.args[1], (tuple, list)) and not _is_index(node.args[1])
     node.args = (node.args[0], tuple(parts) if whole else parts[0], *node.args[2:])
+
+
+def _between(source: Kept, axis: int, at: tuple[int, int], start: Any, stop: Any) -> slice:
+    """The slice of what stays between two positions; each bound counts from where the given one does."""
+    first, last = (source.before(axis, position) for position in at)
+    size = source.size(axis)
+    if start is None:
+        first = None
+    elif start < 0 and first < size:
+        first -= size
+    if stop is None or stop < 0:
+        last = (last - size) or None
+    return slice(first, last)
 
 
 def _moved(parts: list[Any], job: Job) -> int:

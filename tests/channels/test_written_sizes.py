@@ -1,4 +1,4 @@
-"""Views in which a size of -1 is what others leave, on other inputs than the example's."""
+"""Sizes and positions that the code writes out, on inputs of other sizes than the example's."""
 
 from collections.abc import Callable
 
@@ -73,6 +73,33 @@ def test_views_follow_other_sizes(name: str, batch: int) -> None:
     prepared, made = converted(Viewed(nn.Conv2d(3, 8, 1), FOLLOWING[name]), images(batch, 6))
     for inputs in (images(3, 6), images(1, 12), images(2, 12)):
         assert difference(prepared, made, (inputs,)) <= EXACT
+
+
+PICKING: dict[str, View] = {
+    "slice": lambda h: h.flatten(1)[:, :144],
+    "slice from the end": lambda h: h.flatten(1)[:, -144:],
+    "narrow": lambda h: h.flatten(1).narrow(1, 0, 144),
+    "slice of two": lambda h: torch.cat([h.flatten(1), h.flatten(1)], 1)[:, 288:],
+}
+"""Positions along an axis of channels and pixels."""
+
+
+@pytest.mark.parametrize("name", PICKING)
+def test_channels_are_refused_where_positions_would_be_those_of_others(name: str) -> None:
+    torch.manual_seed(0)
+    prepared, made = converted(Viewed(nn.Conv2d(3, 8, 1), PICKING[name]), images(2, 6))
+    assert difference(prepared, made, (images(3, 6),)) <= EXACT
+    with pytest.raises(AssertionError, match="those of channels only where it has as many entries"):
+        made(images(3, 12))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_slices_count_from_the_end_that_the_code_counts_from(batch: int) -> None:
+    torch.manual_seed(0)
+    net = Viewed(nn.Conv2d(3, 8, 1), lambda h: h.flatten(0, 1)[4:].sum((0, 1)) + h[:, -6:-1].sum((0, 1, 2)))
+    prepared, made = converted(net, images(batch, 6))
+    assert difference(prepared, made, (images(3, 6),)) <= EXACT
+    assert difference(prepared, made, (images(1, 12),)) <= EXACT
 
 
 def test_what_an_example_with_a_batch_of_one_leaves_open_follows_the_batch() -> None:

@@ -1,8 +1,9 @@
-"""Writing out the size that a view leaves to -1, where it would hide that other sizes no longer fit.
+"""Refusing other sizes where the model writes sizes or positions out that hold for the example's only.
 
 In ``x.view(b, -1, 36)`` the -1 is the number of channels as long as an image has 36 pixels. For an image of
 another size the view mixes channels with pixels, and no model that has lost channels can mix them in the same
-way. With the -1 written out torch refuses such an image.
+way. With the -1 written out torch refuses such an image. Likewise ``x.flatten(1)[:, :144]`` picks four
+channels of 36 pixels, and a check of the axis' size refuses others.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
-from pdp_fx.channels.resizing import Job, Kept
-from pdp_fx.channels.subscripts import are_distinct
+from pdp_fx.channels.resizing import Job, Kept, are_distinct
 
 
 @dataclass
@@ -103,25 +104,43 @@ def _holds_no_batch(part: _Part, source: Kept, view: Kept, axis: int) -> bool:
     return _is_line(view, axis) and 0 not in part.source and source.value.shape[0] > 1
 
 
+def hold_to_size(node: fx.Node, kept: Kept, axis: int) -> None:
+    """Check before ``node`` the size of an axis of the tensor that it reads, if channels are runs along it.
+
+    Positions along such an axis, which merges channels with pixels, are those of other channels elsewhere.
+    """
+    ids = kept.labels(axis)
+    rest = ids.shape[axis] - 1
+    if not bool((ids.narrow(axis, 0, rest) == ids.narrow(axis, 1, rest)).any()):
+        return
+    (tensor, *_) = node.all_input_nodes
+    size = _before(node, "size", tensor, axis)
+    message = (
+        f"the positions along axis {axis} of %{tensor.name} are those of channels only where it has as many "
+        "entries as for the example inputs; other sizes need a model converted from example_inputs like them"
+    )
+    _before(node, torch._assert, _before(node, operator.eq, size, kept.size(axis)), message)
+
+
+def _before(node: fx.Node, call: Any, *args: Any) -> fx.Node:
+    """A node before ``node``, from the same place, that calls a method by its name or a function."""
+    with node.graph.inserting_before(node):
+        made = node.graph.create_node("call_method" if isinstance(call, str) else "call_function", call, args)
+    made.meta = {name: told for name, told in node.meta.items() if name != "shape"}
+    return made
+
+
 def _size(node: fx.Node, source: Kept, axes: list[int], others: list[Any]) -> Any:
     """The product of the sizes of some axes of the tensor that ``node`` reads, divided by other sizes."""
     (tensor, *_) = node.all_input_nodes
-    graph = node.graph
-
-    def computed(call: Any, *args: Any) -> fx.Node:
-        with graph.inserting_before(node):
-            made = graph.call_method(call, args) if isinstance(call, str) else graph.call_function(call, args)
-        made.meta = {name: told for name, told in node.meta.items() if name != "shape"}
-        return made
-
     size: Any = math.prod(source.size(axis) for axis in axes if _is_line(source, axis))
     for axis in axes:
         if not _is_line(source, axis):
-            here = computed("size", tensor, axis)
-            size = here if size == 1 else computed(operator.mul, here, size)
+            here = _before(node, "size", tensor, axis)
+            size = here if size == 1 else _before(node, operator.mul, here, size)
     for other in others:
         if isinstance(size, int) and isinstance(other, int):
             size //= other
         elif other != 1:
-            size = computed(operator.floordiv, size, other)
+            size = _before(node, operator.floordiv, size, other)
     return size
