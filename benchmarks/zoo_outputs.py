@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -73,11 +74,11 @@ class _Counter(TorchDispatchMode):
 
 def mmacs(model: nn.Module, inputs: Arguments) -> float:
     """Millions of multiply-accumulates of all matrix products and convolutions, for one batch."""
-    # One fused operation for a whole attention layer has no count.
+    # Fused operations for attention have no count on every device.
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _Counter() as counter, torch.no_grad():
+        with sdpa_kernel(SDPBackend.MATH), _Counter() as counter, torch.no_grad():
             call(model.eval(), inputs)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from benchmarks import zoo, zoo_measure, zoo_models, zoo_peer, zoo_table
 from benchmarks.zoo_measure import Job
 from benchmarks.zoo_models import Subject
+from benchmarks.zoo_outputs import mmacs
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "zoo"
 
@@ -79,6 +80,17 @@ def test_single_weights_are_measured_by_their_zeros(
     assert row["status"] == "exact"
     assert 0.2 < row["zeros"] <= 0.5
     assert row["macs_removed"] == 0
+
+
+class Attention(nn.Module):
+    """Fused attention of a sequence with itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_the_products_of_fused_attention_are_counted() -> None:
+    assert mmacs(Attention(), (torch.randn(2, 3, 10, 8),)) == pytest.approx(2 * (2 * 3 * 10 * 10 * 8) / 1e6)
 
 
 def test_the_peer_keeps_the_size_of_the_outputs() -> None:
