@@ -47,6 +47,10 @@ class ChannelPolicy(MaskPolicy):
         for index, producer in enumerate(self.producers):
             set_table(self, f"places_{index}", producer.places or ())
 
+    def fewest(self, min_channels: int) -> int:
+        """How many of the group's channels must stay so that each layer keeps ``min_channels``."""
+        return max(-(-min_channels // self.block), len(self.parts), 1)
+
     def forward(self, *weights: Tensor) -> Tensor:
         """Return the mask, shape (width,)."""
         for weight in weights:

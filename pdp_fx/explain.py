@@ -170,12 +170,13 @@ def _pruned(gm: fx.GraphModule, pruner: Pruner) -> Iterator[PrunedGroup]:
     if channels is None:
         return
     role = roles(gm, channels)
-    for group, rule in pruner.groups:
+    masks = [mask for _, mask in pruner.mask_items() if isinstance(mask, ChannelPolicy)]
+    for (group, rule), mask in zip(pruner.groups, masks, strict=True):
         yield PrunedGroup(
             group.name,
             rule_text(rule),
             group.width,
-            min(max(rule.min_channels, len(group.parts), 1), group.width),
+            min(mask.fewest(rule.min_channels), group.width),
             tuple(dict.fromkeys(owner_of(slot) for slot in group.producers)),
             _masked_at(group, channels, role),
             tuple(axis_name(slot) for slot in group.members),

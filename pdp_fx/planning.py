@@ -98,11 +98,8 @@ class Planner:
 
     def _limits(self, masks: list[ChannelPolicy], rule: Channels, ratio: float) -> list[int]:
         """How many channels each group may lose."""
-        least = [max(rule.min_channels, len(mask.parts)) for mask in masks]
-        return [
-            most_prunable(mask.width, ratio, self.spec.min_keep, kept)
-            for mask, kept in zip(masks, least, strict=True)
-        ]
+        keep = self.spec.min_keep
+        return [most_prunable(m.width, ratio, keep, m.fewest(rule.min_channels)) for m in masks]
 
     def _channel_counts(self, total: int, scores: list[Tensor], most: list[int]) -> list[int]:
         """How many channels each group loses if ``total`` are to go, by the spec's allocation.

@@ -401,6 +401,16 @@ def test_a_head_counts_as_its_channels_where_these_are_rounded(round_to: int, le
     assert pdp_fx.convert(model).get_parameter("out.weight").shape == (6, left)
 
 
+@pytest.mark.parametrize(("min_channels", "left"), [(1, 8), (8, 8), (9, 16), (24, 24)])
+def test_a_head_counts_as_its_channels_where_a_layer_keeps_some(min_channels: int, left: int) -> None:
+    rule = Channels(ratio=0.75, min_channels=min_channels)
+    spec = PruneSpec(rule, {"out": Unstructured(0.5)}, schedule=Schedule(0, 1.0))
+    model = pdp_fx.prepare(Heads(), spec, torch.randn(2, 5, 6))
+    pdp_fx.step(model)
+    assert pdp_fx.convert(model).get_parameter("out.weight").shape == (6, left)
+    assert [group.least * 8 for group in pdp_fx.explain(model).groups] == [left]
+
+
 @pytest.mark.parametrize("reduction", [0.1, 0.3, 0.5, 0.8])
 @pytest.mark.parametrize("allocation", ["global", "uniform"])
 def test_the_mac_target_is_met_and_barely(reduction: float, allocation: Allocation) -> None:
