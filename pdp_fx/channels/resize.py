@@ -54,7 +54,7 @@ SIZED_FUNCTIONALS = frozenset(
 
 SIZE_FREE_MODULES = (
     nn.Linear, nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Embedding,
-    nn.EmbeddingBag,
+    nn.EmbeddingBag, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
     nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LocalResponseNorm, nn.CosineSimilarity,
     nn.PairwiseDistance, nn.Softmax2d, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm,
 )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.channels.construct import Construct, conv_bn, images, signals, volumes
+from tests.channels.construct import Construct, conv_bn, images, sequences, signals, volumes
 
 
 class ConvBnRelu(nn.Module):
@@ -336,6 +336,28 @@ class CircularPadding(nn.Module):
         return self.head(F.relu(self.mid(F.relu(self.stem(x)))))
 
 
+class PaddingLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.round = nn.Conv2d(3, 8, 3), nn.CircularPad2d(1)
+        self.mid, self.mirror = nn.Conv2d(8, 8, 3), nn.ReflectionPad2d(1)
+        self.head = nn.Conv2d(8, 5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mirror(self.mid(self.round(F.relu(self.stem(x))))))
+
+
+class CircularPaddingOfChannels(nn.Module):
+    """The first and the last channel are repeated at the other end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.round, self.head = nn.Linear(6, 8), nn.CircularPad1d(1), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.round(self.stem(x)))
+
+
 CONVOLUTIONS = (
     Construct(ConvBnRelu, images(), removed=4),
     Construct(ConvBias, images(), removed=4),
@@ -364,4 +386,6 @@ CONVOLUTIONS = (
     Construct(BlurKernelBuffer, images(), removed=4),
     Construct(CrossCorrelation, images(), removed=8),
     Construct(CircularPadding, images(), removed=8),
+    Construct(PaddingLayers, images(), removed=8),
+    Construct(CircularPaddingOfChannels, sequences(), reason="it is written to in place through a view"),
 )
