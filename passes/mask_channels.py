@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import fx, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
@@ -24,7 +23,7 @@ from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.naming import free_name
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.ops.masked_norm import MASKED, MOST_ARGUMENTS
+from pdp_fx.ops.masked_norm import MASKED, MOST_ARGUMENTS, STATISTICS
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
@@ -214,7 +213,7 @@ def _mask_norm(
             swaps[module] = reclass(module, kind.explicit)
         node.update_kwarg("mask", mask)
         return
-    if node.op == "call_method" or node.target is torch.mean:
+    if node.target in STATISTICS:
         node.update_kwarg("axis", norm.axis)
     # Whether to use cuDNN is asked by torch's own functions only.
     node.args = node.args[:MOST_ARGUMENTS]

@@ -92,9 +92,9 @@ class Channels:
         mac_reduction: share of the multiply-accumulates to save, 0 < mac_reduction < 1; 0.5 halves them.
         round_to: the kept channel count is a multiple of this (16 suits AVX-512), where the layer allows it.
         min_channels: the smallest number of channels that a layer keeps.
-        through_norms: whether to prune the channels of a residual stream that LayerNorm, RMSNorm or a mean
-            runs over, too. These norms then compute their statistics over the kept channels in training;
-            GroupNorm and norms inside a block always do.
+        through_norms: whether to prune the channels of a residual stream that LayerNorm, RMSNorm, a mean
+            or a variance runs over, too. These norms then compute their statistics over the kept channels in
+            training; GroupNorm and norms inside a block always do.
         policy: the mask policy, a subclass of `ChannelPolicy` or its import path; None is PDP's soft mask.
 
     Raises:

@@ -80,7 +80,7 @@ def analyse(
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
-        through_norms: whether residual streams that LayerNorm, RMSNorm or a mean runs over may go.
+        through_norms: whether residual streams that norms or statistics run over may go.
         stand_ins: computed weights that can be pruned in the place of parameters.
     """
     observed = observe(gm, inputs, out_of_reach, stand_ins=stand_ins)

@@ -185,7 +185,8 @@ def reduction(call: Call, flow: LabelFlow) -> None:
             consume(layer, layer, flow)
             continue
         why = f"{packet.__name__} runs over these channels"
-        if packet is aten.mean and layer.support <= axes and len(layer.support) == 1:
+        counts = packet is aten.mean or (packet in (aten.var, aten.std) and not source.is_complex())
+        if counts and layer.support <= axes and len(layer.support) == 1:
             flow.normalise(layer, min(layer.support), why, gated=True)
             continue
         moved = flow.without(layer, axes, why)

@@ -12,8 +12,9 @@ called, so that no bit changes. Signatures are those of `torch.nn.functional` wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from torch.nn import functional
 
 from pdp_fx.ops.select import readable
 from pdp_fx.ops.threshold import compute_dtype
+
+Axes: TypeAlias = int | list[int] | None
+"""The axes that a statistic runs over; None or an empty list are all."""
 
 GOES = 0.25
 """A channel with a smaller mask than this is going to be pruned; kept channels have masks of at least 0.5."""
@@ -163,6 +167,78 @@ def masked_mean(
     return _choose(mask, plain, masked)
 
 
+def masked_var(
+    input: Tensor,
+    dim: int | list[int] | bool | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    mask: Tensor,
+    axis: int,
+) -> Tensor:
+    """`torch.var` over ``dim``, in which ``axis`` is an axis of masked channels, each counted as its mask.
+
+    Args:
+        input: any shape, real numbers.
+        dim: as in `masked_mean`; or, as in `torch.var`, ``unbiased`` for the variance over all axes.
+        unbiased: whether one is taken off the number of elements.
+        keepdim: whether the axes stay, with size 1.
+        correction: what is taken off the number of elements, in the place of ``unbiased``.
+        mask: shape ``(input.shape[axis],)``, values in [0, 1].
+        axis: the axis of the channels.
+    """
+    dim, off = _correction(dim, unbiased, correction)
+
+    def plain() -> Tensor:
+        return torch.var(input, dim, correction=off, keepdim=keepdim)
+
+    def masked() -> Tensor:
+        return _variance(input, dim, off, keepdim, mask, axis).to(input.dtype)
+
+    return _choose(mask, plain, masked)
+
+
+def masked_std(
+    input: Tensor,
+    dim: int | list[int] | bool | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+    mask: Tensor,
+    axis: int,
+) -> Tensor:
+    """`torch.std`, the root of `masked_var`; where that is 0 the gradient is 0, as it is in torch."""
+    dim, off = _correction(dim, unbiased, correction)
+
+    def plain() -> Tensor:
+        return torch.std(input, dim, correction=off, keepdim=keepdim)
+
+    def masked() -> Tensor:
+        var = _variance(input, dim, off, keepdim, mask, axis)
+        return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt()).to(input.dtype)
+
+    return _choose(mask, plain, masked)
+
+
+def _correction(dim: Axes | bool, unbiased: bool, correction: float | None) -> tuple[Axes, float]:
+    """The axes of a variance and what is taken off the number of elements, whichever way they are given."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    return dim, float(unbiased) if correction is None else correction
+
+
+def _variance(input: Tensor, dim: Axes, off: float, keepdim: bool, mask: Tensor, axis: int) -> Tensor:
+    """The variance in the dtype that is computed in."""
+    wide = input.to(compute_dtype(input.dtype))
+    over = list(range(wide.ndim)) if dim in (None, []) else [dim] if isinstance(dim, int) else dim
+    heavy = mask.to(wide.dtype).reshape([-1 if each == axis else 1 for each in range(wide.ndim)])
+    count = heavy.sum() * math.prod(wide.shape[each] for each in over if each % wide.ndim != axis)
+    centred = wide - (wide * heavy).sum(over, keepdim=True) / count
+    return (centred.square() * heavy).sum(over, keepdim) / (count - off).clamp(min=0)
+
+
 def _choose(mask: Tensor, plain: Callable[[], Tensor], masked: Callable[[], Tensor]) -> Tensor:
     """The result of ``plain`` if all masks are 1, so that a mask that prunes nothing changes no bit."""
     if readable(mask.detach()):
@@ -195,6 +271,8 @@ PLAIN: dict[Any, Callable[..., Tensor]] = {
     masked_rms_norm: functional.rms_norm,
     masked_group_norm: functional.group_norm,
     masked_mean: torch.mean,
+    masked_var: torch.var,
+    masked_std: torch.std,
 }
 """The function that each masked one becomes when its channels are gone."""
 
@@ -203,5 +281,10 @@ MASKED: dict[Any, Callable[..., Tensor]] = {plain: masked for masked, plain in P
     torch.layer_norm: masked_layer_norm,
     torch.group_norm: masked_group_norm,
     "mean": masked_mean,
+    "var": masked_var,
+    "std": masked_std,
 }
 """The masked form of a function or method."""
+
+STATISTICS: frozenset[Any] = frozenset({torch.mean, "mean", torch.var, "var", torch.std, "std"})
+"""Those of them that may run over any axis, and so are told the one of the channels."""

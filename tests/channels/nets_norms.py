@@ -332,7 +332,55 @@ class AxesOfNumbers(nn.Module):
         return self.head(x * one.index_select(0, self.first) * x.square().mean().amax(0))
 
 
+class NormOfStd(nn.Module):
+    """Layer normalisation by hand: mean and standard deviation of the last axis, scale and shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def normed(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.normed(self.stem(x)) * self.scale + self.shift)
+
+
+class NormOfBiasedVar(NormOfStd):
+    def normed(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, False, True) + 1e-3)
+
+
+class NormOfVarOfAll(NormOfStd):
+    """Over all positions, too, as global layer normalisation does."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        centred = x - x.mean((1, 2), keepdim=True)
+        return centred / torch.sqrt(torch.var(x, (1, 2), correction=0, keepdim=True) + 1e-3)
+
+
+class NormOfStdOfBatch(NormOfStd):
+    """A single number for the whole batch."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        return (x - x.mean()) / (torch.std(x, False) + torch.std(x))
+
+
+class StdOfPairs(NormOfStd):
+    """An axis of pairs of channels: where one of them goes, both go."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        pairs = x.unflatten(-1, (4, 2))
+        return (pairs / (1 + pairs.std(-1, keepdim=True))).flatten(-2)
+
+
 NORMS = (
+    Construct(NormOfStd, sequences(), removed=4),
+    Construct(NormOfBiasedVar, sequences(), removed=4),
+    Construct(NormOfVarOfAll, sequences(), removed=4),
+    Construct(NormOfStdOfBatch, sequences(), removed=4),
+    Construct(StdOfPairs, sequences(), removed=4),
     Construct(MeanByNumpysNames, sequences(), removed=4),
     Construct(MeanWithoutOut, sequences(), removed=4),
     Construct(NormsOfTorch, sequences(), removed=4),

@@ -255,7 +255,7 @@ class TopChannels(Between):
 
 class VarianceOverChannels(Between):
     def act(self, x: Tensor) -> Tensor:
-        return x / (x.var(1, keepdim=True) + 1)
+        return x / (torch.var_mean(x, 1, keepdim=True)[0] + 1)
 
 
 class FourierChannels(Between):
@@ -466,7 +466,7 @@ REFUSALS = (
     Construct(CumsumOverChannels, images(), removed=3, reason="cumsum runs over these channels"),
     Construct(SortedChannels, images(), removed=3, reason="sort runs over these channels"),
     Construct(TopChannels, images(), removed=3, reason="topk runs over these channels"),
-    Construct(VarianceOverChannels, images(), removed=3, reason="var runs over these channels"),
+    Construct(VarianceOverChannels, images(), removed=3, reason="var_mean runs over these channels"),
     Construct(FourierChannels, images(), removed=3, reason="fft_r2c runs over these channels"),
     Construct(WrittenInPlace, images(), removed=7),
     Construct(TemporalShift, images(), removed=7),

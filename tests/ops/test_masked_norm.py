@@ -2,13 +2,21 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdp_fx.ops.masked_norm import masked_group_norm, masked_layer_norm, masked_mean, masked_rms_norm
+from pdp_fx.ops.masked_norm import (
+    masked_group_norm,
+    masked_layer_norm,
+    masked_mean,
+    masked_rms_norm,
+    masked_std,
+    masked_var,
+)
 
 STAYS = [1, 2, 3, 4, 5, 6]
 
@@ -35,6 +43,15 @@ def group(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -
 
 def mean(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
     return torch.mean(x, 1, True) if mask is None else masked_mean(x, 1, True, mask=mask, axis=1)
+
+
+def var(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    given = (x, -1, False, True)
+    return torch.var(*given) if mask is None else masked_var(*given, mask=mask, axis=1)
+
+
+def std(x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    return torch.std(x, keepdim=True) if mask is None else masked_std(x, keepdim=True, mask=mask, axis=1)
 
 
 def some(*shape: int) -> Tensor:
@@ -86,7 +103,7 @@ def test_one_mask_for_a_whole_group_only_scales_it_and_its_gradients_are_finite(
         assert source.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("norm", [layer, rms, bare_rms, group, mean])
+@pytest.mark.parametrize("norm", [layer, rms, bare_rms, group, mean, var, std])
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 30.0])
 @pytest.mark.parametrize(
     ("dtype", "of_weights"),
@@ -111,6 +128,42 @@ def test_a_masked_norm_is_as_precise_as_that_of_the_channels_that_stay(
         expected = norm(x[:, STAYS], weight[STAYS], bias[STAYS])
         whole = norm(x, weight, bias, torch.ones(8))
     assert found.dtype == expected.dtype == whole.dtype
-    found = found if norm is mean else found[:, STAYS]
+    found = found if norm in (mean, var, std) else found[:, STAYS]
     error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert error <= 16 * torch.finfo(expected.dtype).eps
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((), {}),
+        ((False,), {}),
+        ((None,), {"keepdim": True}),
+        ((1,), {"unbiased": False}),
+        (([0, 1], False), {}),
+        (((-1, 0), True, True), {}),
+        (([],), {}),
+        ((), {"correction": 0}),
+        ((-1,), {"correction": 2.5, "keepdim": True}),
+    ],
+)
+def test_variances_take_the_arguments_that_they_take_in_torch(
+    given: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    x, stays = some(5, 8), torch.tensor(STAYS)
+    mask = torch.zeros(8, dtype=torch.float64).index_fill(0, stays, 1.0)
+    for plain, masked in ((torch.var, masked_var), (torch.std, masked_std)):
+        ones = masked(x, *given, **named, mask=torch.ones(8), axis=1)
+        assert torch.equal(ones, plain(x, *given, **named))
+        found = masked(x, *given, **named, mask=mask, axis=1)
+        torch.testing.assert_close(found, plain(x[:, stays], *given, **named), rtol=1e-12, atol=1e-12)
+
+
+def test_a_deviation_of_nothing_has_no_gradient() -> None:
+    x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([1.0, 0.5, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    masked_std(x, 1, mask=mask, axis=1).sum().backward()
+    assert x.grad is not None
+    assert mask.grad is not None
+    assert not x.grad.any()
+    assert not mask.grad.any()
