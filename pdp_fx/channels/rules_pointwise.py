@@ -23,7 +23,7 @@ from pdp_fx.channels.record import Call
 
 aten = torch.ops.aten
 
-BARE_REMEDY = "free what keeps those values, or give them a layer of their own"
+BARE_REMEDY = "free what keeps those values, make constants a buffer, or give them a layer of their own"
 
 BREAKS_REMEDY = "add a small number first"
 
