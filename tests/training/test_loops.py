@@ -1,7 +1,9 @@
 """What real training loops do to a model, one test each."""
 
 import copy
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -191,6 +193,17 @@ def test_a_whole_model_survives_torch_save(rule: Rule, tmp_path: Path) -> None:
     assert_same_tensors(again, model)
     images = batch(7)[0]
     assert again(images).equal(model(images))
+
+
+@every_rule
+def test_a_model_that_went_to_another_process_converts_on_both_sides(rule: Rule) -> None:
+    model, _ = in_the_ramp(rule)
+    sent, images = pickle.loads(ForkingPickler.dumps(model)), batch(7)[0]
+    for side in (model, sent):
+        small = pdp_fx.convert(side)
+        torch.testing.assert_close(small(images), side.eval()(images), rtol=1e-5, atol=1e-5)
+    pdp_fx.step(sent)
+    assert int(state(model).counter) == int(state(sent).counter) == 4
 
 
 @every_rule
