@@ -25,9 +25,11 @@ from pdp_fx.ops.kinds import kind_of, named_modules
 from pdp_fx.planning import CHILD, Planner, parameter_of, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress, WeightPolicy
 from pdp_fx.schedule import ranks_anew, share
+from pdp_fx.sharding import gathered
 from pdp_fx.spec import Channels, PruneSpec, Rule
 from pdp_fx.tracing.leaves import has_own_forward
 from pdp_fx.tracing.preserve import preserved
+from pdp_fx.updating import update
 
 
 class Pruner(nn.Module):
@@ -139,11 +141,9 @@ class Pruner(nn.Module):
             alone = name if self.spec.allocation == "uniform" else None
             pools.setdefault((type(mask), self.rules[name], alone), []).append(mask)
         now = Progress(int(self.counter), self.share, self.spec.schedule)
-        with torch.no_grad():
-            for masks in pools.values():
-                update = type(masks[0]).update
-                if update.__func__ is not MaskPolicy.update.__func__:
-                    update(masks, [tuple(parameters_of(gm, mask)) for mask in masks], now)
+        for masks in pools.values():
+            if type(masks[0]).update.__func__ is not MaskPolicy.update.__func__:
+                update(gm, masks, self.computed, now)
 
     def set_seal(self) -> None:
         """Set the seal, once all masks have been added."""
@@ -236,7 +236,8 @@ class Pruner(nn.Module):
                 mask.target.fill_(targets[name])
 
     def _plan(self, gm: fx.GraphModule) -> dict[str, int]:
-        return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
+        with gathered(*self.masks.values()):
+            return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
 
 
 def _is_own(mask: MaskPolicy) -> bool:
@@ -274,7 +275,8 @@ def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:
     """How many units the hard mask prunes now; for an N:M mask, in every group."""
     if mask.planned:
         return mask.pruned_now
-    return int(mask.pruned(*parameters_of(gm, mask)).sum())
+    with gathered(mask):
+        return int(mask.pruned(*parameters_of(gm, mask)).sum())
 
 
 def find(model: nn.Module) -> tuple[fx.GraphModule, Pruner] | None:

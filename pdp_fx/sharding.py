@@ -1,6 +1,8 @@
 """Parameters that are spread over several processes (FSDP2's `fully_shard`, tensor parallelism)."""
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,41 @@ def is_shard(tensor: Tensor) -> bool:
 def whole(tensor: Any) -> Tensor:
     """All of `tensor`, gathered from the processes it is spread over; each of them must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def write_whole(shard: Tensor, full: Tensor) -> None:
+    """Write ``full``, all of the tensor that ``shard`` is a part of, to it; each process has to call this."""
+    loaded: Any = sys.modules["torch.distributed.tensor"]
+    part: Any = shard
+    with torch.no_grad():
+        spread = loaded.distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
+        part.copy_(spread)
+
+
+@contextmanager
+def gathered(*modules: nn.Module, write: bool = False) -> Generator[None, None, None]:
+    """Put gathered parameters in the place of the sharded ones of some modules.
+
+    Args:
+        modules: the modules; each process must enter this context.
+        write: whether what was written to the gathered ones is kept.
+    """
+    swapped = [
+        (module, name, parameter)
+        for owner in modules
+        for module in owner.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_shard(parameter)
+    ]
+    try:
+        for module, name, parameter in swapped:
+            module._parameters[name] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
+        yield
+        for module, name, parameter in swapped if write else ():
+            write_whole(parameter, module.get_parameter(name).detach())
+    finally:
+        for module, name, parameter in swapped:
+            module._parameters[name] = parameter
 
 
 def refuse_sharded(model: nn.Module) -> None:
