@@ -31,7 +31,7 @@ from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.planning import parameters_of
 from pdp_fx.proving import check_unpruned, proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
-from pdp_fx.sharding import is_shard, refuse_sharded
+from pdp_fx.sharding import refuse_divided, refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs
@@ -67,7 +67,7 @@ def prepare(
         SpecError: the spec does not fit the model, or nothing in the model can be pruned by it.
         TraceError: the model cannot be traced, or does not run on the example inputs.
         StateError: the model is prepared already, is wrapped for several devices or compiled, or has
-            parameters that are lazy, sharded or on the meta device.
+            parameters that are lazy, sharded, quantised or on the meta device.
         VerifyError: the masks would change the outputs before anything is pruned, which is a bug.
 
     Example:
@@ -252,13 +252,7 @@ def _refuse_without_numbers(model: nn.Module) -> None:
     lazy = without_shape(model)
     if lazy is not None:
         raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")
-    shard = next((name for name, parameter in model.named_parameters() if is_shard(parameter)), None)
-    if shard is not None:
-        raise StateError(
-            f"{shard} is sharded over several processes, and weights are ranked as a whole; prepare the "
-            "model first, and call fully_shard on what prepare returns (tensor parallelism of single layers "
-            "is not supported)"
-        )
+    refuse_divided(model)
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise StateError(

@@ -25,7 +25,7 @@ from pdp_fx.ops.kinds import kind_of, named_modules
 from pdp_fx.planning import CHILD, Planner, parameter_of, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress, WeightPolicy
 from pdp_fx.schedule import ranks_anew, share
-from pdp_fx.sharding import gathered
+from pdp_fx.sharding import gathered, is_made_of_others
 from pdp_fx.spec import Channels, PruneSpec, Rule
 from pdp_fx.tracing.leaves import has_own_forward
 from pdp_fx.tracing.preserve import preserved
@@ -197,7 +197,12 @@ class Pruner(nn.Module):
                 )
         for _, mask in self.mask_items():
             for name in set(mask.parameters_read) - self.computed.keys():
-                parameter_of(gm, name)
+                parameter = parameter_of(gm, name)
+                if is_made_of_others(parameter):
+                    raise StateError(
+                        f"{name} has become of type {type(parameter).__name__} after prepare, as quantised "
+                        "weights are, and cannot be pruned; quantise what convert returns"
+                    )
 
     def check_policies(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if a policy of the user's returns something that layers cannot use."""

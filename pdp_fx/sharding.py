@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pdp_fx.errors import StateError
 
@@ -56,6 +57,27 @@ def gathered(*modules: nn.Module, write: bool = False) -> Generator[None, None, 
     finally:
         for module, name, parameter in swapped:
             module._parameters[name] = parameter
+
+
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Whether `tensor` stands for numbers that it stores as other tensors, as quantised weights do."""
+    return is_traceable_wrapper_subclass(tensor) and not is_shard(tensor)
+
+
+def refuse_divided(model: nn.Module) -> None:
+    """Refuse to prepare a model whose parameters are parts of tensors, or are made of other tensors."""
+    for name, parameter in model.named_parameters():
+        if is_shard(parameter):
+            raise StateError(
+                f"{name} is sharded over several processes, and weights are ranked as a whole; prepare the "
+                "model first, and call fully_shard on what prepare returns (tensor parallelism of single "
+                "layers is not supported)"
+            )
+        if is_made_of_others(parameter):
+            raise StateError(
+                f"{name} is of type {type(parameter).__name__}, as quantised weights are, and cannot be "
+                "trained with masks; prepare the model in floating point, and quantise what convert returns"
+            )
 
 
 def refuse_sharded(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pdp_fx
 from pdp_fx import (
@@ -46,6 +47,13 @@ def nan_net() -> nn.Module:
 def infinite_net() -> nn.Module:
     model = Mlp()
     model.fc1.bias.data[3] = float("inf")
+    return model
+
+
+def packed_net() -> nn.Module:
+    model = Mlp()
+    weight = model.fc2.weight.detach()
+    model.fc2.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
     return model
 
 
@@ -173,6 +181,13 @@ REFUSED = {
         ROWS,
         StateError,
         r"weight is on the meta device.*to_empty",
+    ),
+    "quantised": (
+        packed_net,
+        at_once(Unstructured(0.5)),
+        ROWS,
+        StateError,
+        "fc2.weight is of type TwoTensor.*quantise what convert returns",
     ),
     "an unmatched override": (
         Mlp,
