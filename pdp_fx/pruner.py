@@ -284,6 +284,17 @@ def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:
         return int(mask.pruned(*parameters_of(gm, mask)).sum())
 
 
+def refuse_empty(model: nn.Module, verb: str) -> None:
+    """Raise StateError if the function ``verb``, which reads weights, is given one on the meta device."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None:
+        raise StateError(
+            f"{verb}(model) reads the numbers in a model, and {empty} is on the meta device, where there are "
+            "none; call model.to_empty(device=...) and load a checkpoint first"
+        )
+
+
 def find(model: nn.Module) -> tuple[fx.GraphModule, Pruner] | None:
     """The first prepared graph module inside ``model`` (which may be a wrapper) and its state, or None."""
     return next(iter(find_all(model)), None)
