@@ -44,6 +44,7 @@ class Pruner(nn.Module):
         layouts: the modules that lay group masks out along parameters that carry several groups.
         rules: the rule of each mask, by the mask's name.
         layers: the types of the layers that take their masked parameters as arguments, by name.
+        shapes: the shapes of the parameters that masks read, by name.
         weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
@@ -69,6 +70,7 @@ class Pruner(nn.Module):
         self.layouts = nn.ModuleDict()
         self.rules: dict[str, Rule] = {}
         self.layers: dict[str, type[nn.Module]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.weights: tuple[str, ...] = ()
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
@@ -179,7 +181,9 @@ class Pruner(nn.Module):
             )
 
     def note_layers(self, gm: fx.GraphModule) -> None:
-        """Remember which layers take their masked parameters as arguments."""
+        """Remember which layers take their masked parameters as arguments, and the shapes of these."""
+        names = [name for _, mask in self.mask_items() for name in mask.parameters_read]
+        self.shapes = {name: tuple(parameter_of(gm, name).shape) for name in names}
         modules = [(name, module, kind_of(module)) for name, module in named_modules(gm)]
         self.layers = {
             name: type(module) for name, module, kind in modules if kind and type(module) is kind.explicit

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -160,6 +160,19 @@ def check_blocks_are_refused() -> None:
         require(False, "a sharded block was not refused")
 
 
+def check_flat_parameters_are_refused() -> None:
+    """Outside its forward, FullyShardedDataParallel leaves every process a flat part of some parameters."""
+    model = pdp_fx.prepare(Net(), PruneSpec(RULES["unstructured"], schedule=RAMP), batch()[0])
+    flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    for verb in (pdp_fx.step, pdp_fx.penalty, pdp_fx.report):
+        try:
+            verb(flat)
+        except StateError as err:
+            require("by fully_shard instead" in str(err), str(err))
+        else:
+            require(False, "flat parameters were ranked")
+
+
 def check_shards_are_not_prepared() -> None:
     """A model that is sharded before it is prepared would be ranked in parts."""
     sharded = wrapped(Net(), "fsdp")
@@ -186,5 +199,6 @@ if __name__ == "__main__":
         check("ddp", spec)
         check("fsdp", spec)
     check_blocks_are_refused()
+    check_flat_parameters_are_refused()
     check_shards_are_not_prepared()
     dist.destroy_process_group()

@@ -211,7 +211,11 @@ def _pack(model: nn.Module) -> None:
     model.get_submodule("inner").weight = nn.Parameter(TwoTensor(weight, weight.clone()))
 
 
-CHANGES = [_adapt, _replace, _normalise, _prune, _double, _pack]
+def _flatten(model: nn.Module) -> None:
+    model.get_submodule("inner").weight = nn.Parameter(model.get_parameter("inner.weight").detach().flatten())
+
+
+CHANGES = [_adapt, _replace, _normalise, _prune, _double, _pack, _flatten]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
