@@ -17,7 +17,7 @@ from pdp_fx.collecting import collecting_new
 from pdp_fx.compiler import Context, OnPass
 from pdp_fx.errors import PassError, SpecError, StateError, VerifyError
 from pdp_fx.example_inputs import normalised
-from pdp_fx.field_checks import described
+from pdp_fx.field_checks import described, refuse_uncallable
 from pdp_fx.fingerprint import fingerprint, tables
 from pdp_fx.granularity import NM, Channels, Unstructured, rule_text
 from pdp_fx.mac_model import mac_model
@@ -31,7 +31,7 @@ from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.planning import parameters_of
 from pdp_fx.proving import check_unpruned, proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
-from pdp_fx.sharding import refuse_sharded
+from pdp_fx.sharding import refuse_divided, refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs
@@ -64,16 +64,18 @@ def prepare(
         starts, its outputs equal the model's bit for bit.
 
     Raises:
-        SpecError: the spec does not fit the model, or nothing in the model can be pruned by it.
+        SpecError: the spec does not fit the model, nothing in the model can be pruned by it, or an argument
+            is of a wrong type.
         TraceError: the model cannot be traced, or does not run on the example inputs.
         StateError: the model is prepared already, is wrapped for several devices or compiled, or has
-            parameters that are lazy or on the meta device.
+            parameters that are lazy, sharded, quantised or on the meta device.
         VerifyError: the masks would change the outputs before anything is pruned, which is a bug.
 
     Example:
         >>> from pdp_fx import Unstructured
         >>> prepared = prepare(nn.Linear(4, 4), PruneSpec(Unstructured(0.5)), torch.ones(1, 4))
     """
+    refuse_uncallable("prepare: on_pass", on_pass)
     _refuse_unfit(model, spec)
     inputs = normalised(example_inputs)
     watch = LabelWatch(spec)
@@ -161,6 +163,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         exceeds that, in float64 within 1e-9.
 
     Raises:
+        SpecError: ``on_pass`` cannot be called.
         StateError: the model was never prepared, nothing is pruned yet, weights or running statistics are
             NaN, the schedule's whole numbers were averaged or cast, a table of indices is not the one that
             was prepared, a wrapper or a hook computes more, a masked layer was replaced, a policy keeps what
@@ -169,6 +172,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
             this would be a bug of this package.
         PassError: a pass failed.
     """
+    refuse_uncallable("convert: on_pass", on_pass)
     gm, pruner = find_one(model, "convert")
     pruner.check_numbers("convert")
     refuse_sharded(gm)
@@ -248,10 +252,11 @@ def _refuse_wrong_types(model: nn.Module, spec: PruneSpec) -> None:
 
 
 def _refuse_without_numbers(model: nn.Module) -> None:
-    """Refuse parameters that have no shape, no storage, or values that are not finite."""
+    """Refuse parameters without a shape, in parts, without storage, or with values that are not finite."""
     lazy = without_shape(model)
     if lazy is not None:
         raise StateError(f"{lazy} has no shape yet; run the model once, so that its lazy modules are made")
+    refuse_divided(model)
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise StateError(

@@ -131,7 +131,7 @@ class Pipeline:
         return records
 
     def _run_one(self, step: Pass, gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None) -> PassRecord:
-        before_text = str(gm.graph) if on_pass else ""
+        before_text = str(gm.graph) if on_pass is not None else ""
         before = len(gm.graph.nodes)
         started = time.perf_counter()
         try:
@@ -147,7 +147,7 @@ class Pipeline:
             wrapped = PassError(f"pass '{step.name}' failed: {type(err).__name__}: {err}")
             wrapped.add_note(str(gm.graph))
             raise wrapped from err
-        if on_pass:
+        if on_pass is not None:
             gm.recompile()
             on_pass(before_text, step, gm)
         return PassRecord(step.name, modified, before, len(gm.graph.nodes), time.perf_counter() - started)

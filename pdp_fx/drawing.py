@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from torch import nn
 
 from pdp_fx.alike import few
 from pdp_fx.channel_graph import Graph, channel_graph
+from pdp_fx.errors import SpecError
+from pdp_fx.field_checks import described
 from pdp_fx.lanes import Bar, Chip, Link, Picture, lay_out
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ def draw_channels(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         StateError: the model was never prepared, or without example inputs.
+        SpecError: matplotlib writes no file of this ending.
         ImportError: matplotlib is missing.
     """
     graph = channel_graph(model)
@@ -66,8 +70,20 @@ def draw_channels(model: nn.Module, path: str | Path) -> None:
     # Text stays text, and the same model gives the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pdp_fx"}):
         figure = _drawn(graph, lay_out(graph))
+        _refuse_ending(path, figure.canvas.get_supported_filetypes())
         metadata: dict[str, Any] = {"Date": None} if Path(path).suffix == ".svg" else {}
         figure.savefig(path, bbox_inches="tight", metadata=metadata)
+
+
+def _refuse_ending(path: object, known: Iterable[str]) -> None:
+    """Refuse a path whose ending says nothing; matplotlib would add one of its own."""
+    if not isinstance(path, str | PathLike):
+        raise SpecError(f"draw_channels needs the path of a file to write, got {described(path)}")
+    if Path(path).suffix.removeprefix(".").lower() not in known:
+        raise SpecError(
+            f"draw_channels cannot write {str(path)!r}: its ending must be .svg, .png or another of "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def _imported(name: str) -> Any:

@@ -45,6 +45,12 @@ def truth(what: str, value: object) -> bool:
     raise SpecError(f"{what} must be True or False, got {described(value)}")
 
 
+def refuse_uncallable(what: str, value: object) -> None:
+    """Raise a `SpecError` naming `what` unless `value` can be called or is None."""
+    if value is not None and not callable(value):
+        raise SpecError(f"{what} must be a function, got {described(value)}")
+
+
 def did_you_mean(word: object, options: Iterable[str], most: int = 1) -> str:
     """The end of a sentence: `; did you mean 'x'?` with the options closest to `word`, else nothing."""
     close = difflib.get_close_matches(str(word), list(options), n=most)

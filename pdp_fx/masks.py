@@ -57,7 +57,8 @@ class Tempered(MaskPolicy):
         """The present tau for these weights or channel scores, without a gradient and without waiting."""
         if self.tau.constant:
             return self.tau.start
-        number = self.tau.start if self.tau.end is None else self._number()
+        # A copy, so that a step before the backward pass leaves that pass the tau of its forward pass.
+        number = self.tau.start if self.tau.end is None else self._number().clone()
         if not self.tau.relative:
             return number
         norm = cast(Tensor, torch.linalg.vector_norm(weight.detach(), dtype=compute_dtype(weight.dtype)))
@@ -129,7 +130,8 @@ class NMMask(Tempered, NMPolicy):
             return weight
         if self.tau.hard:
             return straight_through(weight, self.hard(weight))
-        return nm_soft_mask(weight, self.of, self.count, self.temperature(weight))
+        # A copy, so that a step before the backward pass leaves that pass the count of its forward pass.
+        return nm_soft_mask(weight, self.of, self.count.clone(), self.temperature(weight))
 
     def soft_values(self, *weights: Tensor) -> Tensor:
         t = nm_threshold(weights[0], self.of, self.count)

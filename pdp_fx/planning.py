@@ -185,12 +185,20 @@ def parameter_of(gm: nn.Module, name: str) -> nn.Parameter:
     """The parameter ``name``.
 
     Raises:
-        StateError: the model no longer has it.
+        StateError: the model no longer has it, or in another shape than when it was prepared.
     """
     try:
-        return gm.get_parameter(name)
+        found = gm.get_parameter(name)
     except AttributeError as err:
         raise StateError(
             f"{name} is masked, but is no parameter any more: its layer was replaced, or the weight is "
             "computed since; do that before prepare"
         ) from err
+    shape: tuple[int, ...] = getattr(getattr(gm, CHILD, None), "shapes", {}).get(name, found.shape)
+    if tuple(found.shape) != tuple(shape):
+        raise StateError(
+            f"{name} has changed its shape after prepare, from {tuple(shape)} to {tuple(found.shape)}; "
+            "change layers before prepare, and shard what prepare returns by fully_shard instead of "
+            "FullyShardedDataParallel, which flattens parameters"
+        )
+    return found

@@ -177,7 +177,7 @@ class MaskPolicy(nn.Module):
         """Change the state of the masks; called by `prepare`, and by `step` after it has set the counts.
 
         With ``Schedule(per="step")`` it runs after every step of the optimizer. It runs without gradients
-        and may change the weights in place.
+        and may change the weights in place, except those that the model computes from its parameters.
 
         Args:
             masks: all masks of one rule, so that layers can be ranked together; a single mask if the spec's

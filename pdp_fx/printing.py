@@ -10,12 +10,14 @@ from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
+from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import matching, normalised, shapes
+from pdp_fx.field_checks import described
 from pdp_fx.masks import MaskLayout
 from pdp_fx.ops.explicit import mask_axis
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
-from pdp_fx.pruner import find, units_pruned
+from pdp_fx.pruner import find_all, find_one, refuse_empty, units_pruned
 from pdp_fx.trace import trace
 from pdp_fx.tracing.examples import ExampleInputs
 
@@ -33,6 +35,10 @@ def print_graph(model: nn.Module, example_inputs: ExampleInputs | None = None) -
         model: a prepared model, also inside a wrapper, a converted one, or any module.
         example_inputs: inputs to run the model on; needed for the shapes of a model that was prepared without
             example inputs, and for a plain module that cannot be traced without a run.
+
+    Raises:
+        StateError: the model holds several prepared models, or a prepared one on the meta device.
+        TraceError: a model that was never prepared cannot be traced.
     """
     print(graph_text(model, example_inputs))
 
@@ -43,9 +49,9 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
     Names and order are those of the graph. The nodes that compute or apply a mask are marked with a star,
     and the mask column says how much they prune now; of other nodes it says what they read masked.
     """
-    prepared = find(model)
-    if prepared is not None:
-        model = prepared[0]
+    if find_all(model):
+        model = find_one(model, "print_graph")[0]
+        refuse_empty(model, "print_graph")
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     inputs = normalised(example_inputs)
     measured = {} if inputs is None else shapes(gm, matching(inputs, gm))
@@ -162,6 +168,11 @@ def graph_diff(before: str, gm: fx.GraphModule) -> str:
         >>> [name for name, diff in diffs.items() if diff]
         ['expose-parameters', 'mask-weights']
     """
+    if not isinstance(before, str) or not isinstance(gm, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(
+            "graph_diff needs the text of a graph and a graph module, as on_pass gets them; got "
+            f"{described(before)} and {described(gm)}"
+        )
     lines = difflib.unified_diff(
         before.splitlines(), str(gm.graph).splitlines(), "before", "after", lineterm="", n=1
     )

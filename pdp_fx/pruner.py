@@ -25,9 +25,11 @@ from pdp_fx.ops.kinds import kind_of, named_modules
 from pdp_fx.planning import CHILD, Planner, parameter_of, parameters_of
 from pdp_fx.policy import UNSET, MaskPolicy, Progress, WeightPolicy
 from pdp_fx.schedule import ranks_anew, share
+from pdp_fx.sharding import gathered, is_made_of_others
 from pdp_fx.spec import Channels, PruneSpec, Rule
 from pdp_fx.tracing.leaves import has_own_forward
 from pdp_fx.tracing.preserve import preserved
+from pdp_fx.updating import update
 
 
 class Pruner(nn.Module):
@@ -42,6 +44,7 @@ class Pruner(nn.Module):
         layouts: the modules that lay group masks out along parameters that carry several groups.
         rules: the rule of each mask, by the mask's name.
         layers: the types of the layers that take their masked parameters as arguments, by name.
+        shapes: the shapes of the parameters that masks read, by name.
         weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
@@ -67,6 +70,7 @@ class Pruner(nn.Module):
         self.layouts = nn.ModuleDict()
         self.rules: dict[str, Rule] = {}
         self.layers: dict[str, type[nn.Module]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.weights: tuple[str, ...] = ()
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
@@ -139,11 +143,9 @@ class Pruner(nn.Module):
             alone = name if self.spec.allocation == "uniform" else None
             pools.setdefault((type(mask), self.rules[name], alone), []).append(mask)
         now = Progress(int(self.counter), self.share, self.spec.schedule)
-        with torch.no_grad():
-            for masks in pools.values():
-                update = type(masks[0]).update
-                if update.__func__ is not MaskPolicy.update.__func__:
-                    update(masks, [tuple(parameters_of(gm, mask)) for mask in masks], now)
+        for masks in pools.values():
+            if type(masks[0]).update.__func__ is not MaskPolicy.update.__func__:
+                update(gm, masks, self.computed, now)
 
     def set_seal(self) -> None:
         """Set the seal, once all masks have been added."""
@@ -179,7 +181,9 @@ class Pruner(nn.Module):
             )
 
     def note_layers(self, gm: fx.GraphModule) -> None:
-        """Remember which layers take their masked parameters as arguments."""
+        """Remember which layers take their masked parameters as arguments, and the shapes of these."""
+        names = [name for _, mask in self.mask_items() for name in mask.parameters_read]
+        self.shapes = {name: tuple(parameter_of(gm, name).shape) for name in names}
         modules = [(name, module, kind_of(module)) for name, module in named_modules(gm)]
         self.layers = {
             name: type(module) for name, module, kind in modules if kind and type(module) is kind.explicit
@@ -197,7 +201,12 @@ class Pruner(nn.Module):
                 )
         for _, mask in self.mask_items():
             for name in set(mask.parameters_read) - self.computed.keys():
-                parameter_of(gm, name)
+                parameter = parameter_of(gm, name)
+                if is_made_of_others(parameter):
+                    raise StateError(
+                        f"{name} has become of type {type(parameter).__name__} after prepare, as quantised "
+                        "weights are, and cannot be pruned; quantise what convert returns"
+                    )
 
     def check_policies(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if a policy of the user's returns something that layers cannot use."""
@@ -236,7 +245,8 @@ class Pruner(nn.Module):
                 mask.target.fill_(targets[name])
 
     def _plan(self, gm: fx.GraphModule) -> dict[str, int]:
-        return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
+        with gathered(*self.masks.values()):
+            return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
 
 
 def _is_own(mask: MaskPolicy) -> bool:
@@ -274,7 +284,19 @@ def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:
     """How many units the hard mask prunes now; for an N:M mask, in every group."""
     if mask.planned:
         return mask.pruned_now
-    return int(mask.pruned(*parameters_of(gm, mask)).sum())
+    with gathered(mask):
+        return int(mask.pruned(*parameters_of(gm, mask)).sum())
+
+
+def refuse_empty(model: nn.Module, verb: str) -> None:
+    """Raise StateError if the function ``verb``, which reads weights, is given one on the meta device."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None:
+        raise StateError(
+            f"{verb}(model) reads the numbers in a model, and {empty} is on the meta device, where there are "
+            "none; call model.to_empty(device=...) and load a checkpoint first"
+        )
 
 
 def find(model: nn.Module) -> tuple[fx.GraphModule, Pruner] | None:

@@ -20,7 +20,8 @@ from pdp_fx.example_inputs import fresh, normalised, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.planning import parameters_of, weight_of
 from pdp_fx.policy import MaskPolicy, NMPolicy, from_inputs
-from pdp_fx.pruner import Pruner, find_all, find_one
+from pdp_fx.pruner import Pruner, find_all, find_one, refuse_empty
+from pdp_fx.sharding import gathered
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import trace
 from pdp_fx.tracing.examples import ExampleInputs
@@ -148,10 +149,12 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
             first input.
 
     Raises:
-        StateError: the model holds several prepared models.
+        StateError: the model holds several prepared models, or is on the meta device.
         TraceError: a model that was never prepared cannot be traced.
     """
-    if find_all(model):
+    found = find_all(model)
+    refuse_empty(model, "report")
+    if found:
         return _of_prepared(*find_one(model, "report"))
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     ctx = Context(PruneSpec(Unstructured(0.5)))
@@ -172,9 +175,9 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
     for _, mask in pruner.mask_items():
         for name in mask.parameters_read:
             masks.setdefault(name, []).append(mask)
-    gone = gone_classes(gm, pruner)
     rows: list[Row] = []
-    with torch.no_grad():
+    with torch.no_grad(), gathered(*pruner.masks.values()):
+        gone = gone_classes(gm, pruner)
         for name in pruner.weights:
             weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
             left = _without(_hardened(gm, weight, mine), name, gone, pruner.channels)

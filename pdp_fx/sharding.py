@@ -1,10 +1,13 @@
 """Parameters that are spread over several processes (FSDP2's `fully_shard`, tensor parallelism)."""
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pdp_fx.errors import StateError
 
@@ -19,6 +22,62 @@ def is_shard(tensor: Tensor) -> bool:
 def whole(tensor: Any) -> Tensor:
     """All of `tensor`, gathered from the processes it is spread over; each of them must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def write_whole(shard: Tensor, full: Tensor) -> None:
+    """Write ``full``, all of the tensor that ``shard`` is a part of, to it; each process has to call this."""
+    loaded: Any = sys.modules["torch.distributed.tensor"]
+    part: Any = shard
+    with torch.no_grad():
+        spread = loaded.distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
+        part.copy_(spread)
+
+
+@contextmanager
+def gathered(*modules: nn.Module, write: bool = False) -> Generator[None, None, None]:
+    """Put gathered parameters in the place of the sharded ones of some modules.
+
+    Args:
+        modules: the modules; each process must enter this context.
+        write: whether what was written to the gathered ones is kept.
+    """
+    swapped = [
+        (module, name, parameter)
+        for owner in modules
+        for module in owner.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_shard(parameter)
+    ]
+    try:
+        for module, name, parameter in swapped:
+            module._parameters[name] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
+        yield
+        for module, name, parameter in swapped if write else ():
+            write_whole(parameter, module.get_parameter(name).detach())
+    finally:
+        for module, name, parameter in swapped:
+            module._parameters[name] = parameter
+
+
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Whether `tensor` stands for numbers that it stores as other tensors, as quantised weights do."""
+    return is_traceable_wrapper_subclass(tensor) and not is_shard(tensor)
+
+
+def refuse_divided(model: nn.Module) -> None:
+    """Refuse to prepare a model whose parameters are parts of tensors, or are made of other tensors."""
+    for name, parameter in model.named_parameters():
+        if is_shard(parameter):
+            raise StateError(
+                f"{name} is sharded over several processes, and weights are ranked as a whole; prepare the "
+                "model first, and call fully_shard on what prepare returns (tensor parallelism of single "
+                "layers is not supported)"
+            )
+        if is_made_of_others(parameter):
+            raise StateError(
+                f"{name} is of type {type(parameter).__name__}, as quantised weights are, and cannot be "
+                "trained with masks; prepare the model in floating point, and quantise what convert returns"
+            )
 
 
 def refuse_sharded(model: nn.Module) -> None:

@@ -15,6 +15,8 @@ that are pruned, as in Feather (Glentis Georgoulakis et al., 2023) above 95 %.
 import torch
 from torch import Tensor
 
+from pdp_fx.errors import SpecError
+from pdp_fx.field_checks import finite_number
 from pdp_fx.masks import Thresholded
 from pdp_fx.ops.soft_mask import Threshold
 from pdp_fx.ops.straight import straight_through
@@ -39,6 +41,9 @@ class ShrinkMask(Thresholded):
         site: what the mask is made for.
         softness: c, above 0: at |w| = t sqrt(1 + c) the mask is 0.46.
 
+    Raises:
+        SpecError: ``softness`` is no finite number above 0.
+
     Example:
         >>> from pdp_fx import PruneSpec, Unstructured
         >>> spec = PruneSpec(Unstructured(0.98, policy=ShrinkMask), allocation="dynamic")
@@ -46,7 +51,9 @@ class ShrinkMask(Thresholded):
 
     def __init__(self, site: MaskSite, softness: float = SOFTNESS) -> None:
         super().__init__(site)
-        self.softness = softness
+        self.softness = finite_number("ShrinkMask: softness", softness)
+        if self.softness <= 0:
+            raise SpecError(f"ShrinkMask: softness must be above 0, got {softness:g}")
 
     def soft(self, weight: Tensor) -> Tensor:
         if self.idle(weight):

@@ -7,6 +7,7 @@ are in `granularity`, the overrides in `overrides`, the reading and writing in `
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, final
 
@@ -198,8 +199,10 @@ class PruneSpec:
         """The spec that a TOML text describes.
 
         Raises:
-            SpecError: the text is not valid TOML, or as in `from_dict`.
+            SpecError: it is no text or not valid TOML, or as in `from_dict`.
         """
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"PruneSpec.from_toml needs a text, got {described(text)}; load reads a file")
         return cls.from_dict(parse_toml(text))
 
     @classmethod
@@ -207,9 +210,12 @@ class PruneSpec:
         """The spec in a .toml or .json file in UTF-8.
 
         Raises:
-            SpecError: the file has another suffix, or its text is not a spec; the message names the file.
+            SpecError: it is no path, the file has another suffix, or its text is not a spec; the message
+                names the file.
             OSError: the file cannot be read.
         """
+        if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"PruneSpec.load needs the path of a file, got {described(path)}")
         readers = {".toml": parse_toml, ".json": parse_json}
         path = Path(path)
         if path.suffix not in readers:

@@ -1,11 +1,12 @@
 import copy
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pdp_fx
 from pdp_fx import (
@@ -46,6 +47,13 @@ def nan_net() -> nn.Module:
 def infinite_net() -> nn.Module:
     model = Mlp()
     model.fc1.bias.data[3] = float("inf")
+    return model
+
+
+def packed_net() -> nn.Module:
+    model = Mlp()
+    weight = model.fc2.weight.detach()
+    model.fc2.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
     return model
 
 
@@ -174,6 +182,13 @@ REFUSED = {
         StateError,
         r"weight is on the meta device.*to_empty",
     ),
+    "quantised": (
+        packed_net,
+        at_once(Unstructured(0.5)),
+        ROWS,
+        StateError,
+        "fc2.weight is of type TwoTensor.*quantise what convert returns",
+    ),
     "an unmatched override": (
         Mlp,
         at_once(Unstructured(0.5), {"fc4": None}),
@@ -256,3 +271,36 @@ def test_step_and_convert_need_a_prepared_model() -> None:
             verb(Mlp())
         with pytest.raises(StateError, match=r"must be a torch.nn.Module, got 3 \(int\)"):
             verb(3)  # pyright: ignore[reportArgumentType]
+
+
+WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
+    "prepare, on_pass": (
+        lambda wrong: pdp_fx.prepare(Mlp(), at_once(Unstructured(0.5)), ROWS, wrong),
+        "prepare: on_pass must be a function, got",
+    ),
+    "convert, on_pass": (
+        lambda wrong: pdp_fx.convert(Mlp(), wrong),
+        "convert: on_pass must be a function, got",
+    ),
+    "from_toml": (PruneSpec.from_toml, "from_toml needs a text, got .*load reads a file"),
+    "load": (PruneSpec.load, "load needs the path of a file, got"),
+    "graph_diff": (lambda wrong: pdp_fx.graph_diff(wrong, wrong), "graph_diff needs the text of a graph"),
+}
+
+
+@pytest.mark.parametrize("wrong", [3, [], {}], ids=repr)
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_an_argument_of_a_wrong_type_is_named(
+    call: Callable[[Any], object], message: str, wrong: object
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        call(wrong)
+
+
+@pytest.mark.parametrize("verb", [pdp_fx.report, pdp_fx.print_graph])
+def test_what_reads_numbers_refuses_a_prepared_model_on_the_meta_device(
+    verb: Callable[[Any], object],
+) -> None:
+    model = pdp_fx.prepare(Mlp(), at_once(Channels(ratio=0.5)), ROWS).to("meta")
+    with pytest.raises(StateError, match=rf"{verb.__name__}\(model\) reads .*fc1.weight is on the meta"):
+        verb(model)

@@ -11,7 +11,7 @@ from torch import fx
 from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
-from pdp_fx import Channels
+from pdp_fx import Channels, SpecError
 from pdp_fx.lanes import HEAD, Bar, Picture, lay_out
 from tests.nets import at_once, net
 
@@ -113,3 +113,18 @@ def test_without_matplotlib_the_error_says_what_to_install(
     with pytest.raises(ImportError, match=r"pdp-fx\[demo\]"):
         pdp_fx.draw_channels(resnet18, tmp_path / "channels.svg")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["channels", "", "channels.txt", "channels.svg.txt"])
+def test_a_file_of_an_ending_that_is_not_drawn_is_refused(
+    resnet18: fx.GraphModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match=r"its ending must be .svg, .png or another of"):
+        pdp_fx.draw_channels(resnet18, name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_path_is_refused(resnet18: fx.GraphModule) -> None:
+    with pytest.raises(SpecError, match=r"draw_channels needs the path of a file to write, got 3 \(int\)"):
+        pdp_fx.draw_channels(resnet18, 3)  # pyright: ignore[reportArgumentType]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import pdp_fx
 from pdp_fx import (
@@ -238,6 +239,37 @@ def test_update_sees_all_layers_of_a_rule_at_the_start_and_after_every_step(
         pdp_fx.step(model)
     states = [(0, 0.0), (1, 0.0), (2, 0.5), (3, 1.0)]
     assert Recorded.calls == [(size, *now) for now in states for size in pools]
+
+
+class Centred(nn.Module):
+    """Takes the mean out of every row of a weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight - weight.mean(1, keepdim=True)
+
+
+class Decays(Straight):
+    """Writes to the weights after every step."""
+
+    @classmethod
+    def update(
+        cls, masks: Sequence[MaskPolicy], weights: Sequence[tuple[Tensor, ...]], now: Progress
+    ) -> None:
+        for (weight,) in weights:
+            weight.mul_(0.5 if now.counter else 1.0)
+
+
+def test_what_update_writes_to_a_weight_stays_and_is_refused_where_the_model_computes_it(x: Tensor) -> None:
+    spec = PruneSpec(Unstructured(0.5, policy=Decays), schedule=AT_ONCE)
+    model = pdp_fx.prepare(net(), spec, x)
+    before = [model.get_parameter(name).clone() for name in state(model).weights]
+    pdp_fx.step(model)
+    for name, weight in zip(state(model).weights, before, strict=True):
+        assert model.get_parameter(name).equal(weight * 0.5)
+    centred = net()
+    parametrize.register_parametrization(centred.get_submodule("2"), "weight", Centred())
+    with pytest.raises(StateError, match=r"Decays.update writes to the weight of 2\..*is lost"):
+        pdp_fx.prepare(centred, spec, x)
 
 
 def test_rules_of_single_layers_are_updated_apart(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

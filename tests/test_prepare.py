@@ -255,7 +255,7 @@ def test_a_prepared_model_is_found_inside_a_wrapper(wrap: Callable[[nn.Module], 
 
 def test_several_prepared_models_in_one_module_are_refused() -> None:
     both = nn.ModuleList([prepared_net("mlp", Unstructured(0.5))[1] for _ in range(2)])
-    for verb in (pdp_fx.step, pdp_fx.explain, pdp_fx.report, pdp_fx.channel_graph):
+    for verb in (pdp_fx.step, pdp_fx.explain, pdp_fx.report, pdp_fx.channel_graph, pdp_fx.print_graph):
         with pytest.raises(StateError, match=f"holds 2 prepared models; call {verb.__name__} for each"):
             verb(both)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import pdp_fx
-from pdp_fx import PruneSpec, Schedule, ShrinkMask, Unstructured
+from pdp_fx import PruneSpec, Schedule, ShrinkMask, SpecError, Unstructured
 from pdp_fx.ops.threshold import threshold
 from pdp_fx.policy import MaskSite
 from tests.nets import at_once, net, pruned
@@ -36,6 +36,12 @@ def test_the_mask_is_the_stretched_one_of_the_paper(softness: float) -> None:
     expected = torch.where(m > 0, m.clamp(min=1e-3), 0.0) * w
     for training in (True, False):
         torch.testing.assert_close(masked(700, softness).train(training)(w), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("softness", [0.0, -1.0, math.nan, math.inf, "1"])
+def test_a_softness_that_is_no_number_above_0_is_refused(softness: float) -> None:
+    with pytest.raises(SpecError, match=r"ShrinkMask: softness must be"):
+        masked(1, softness)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -227,7 +227,8 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
         groups=tuple(group for group in groups if not group.reasons),
         frozen=tuple(group for group in groups if group.reasons),
         slots=slots,
-        ids={slot: ids.numpy() for slot, ids in record.slots.items()},
+        # Sending a model to another process moves the memory of its tensors, from under views of it, too.
+        ids={slot: ids.numpy().copy() for slot, ids in record.slots.items()},
         met=met,
         stays=distinct(np.concatenate([np.empty(0, dtype=np.int64), *(kept for kept, _ in stays)])),
         grouped=record.grouped,

@@ -1,7 +1,7 @@
 """Building the graph of two recordings, and checking that it gives exactly what the model gives."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
@@ -13,6 +13,7 @@ from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.source import source_of
+from pdp_fx.tracing.steps import Recording
 from pdp_fx.tracing.verify import Runner, run, tried
 
 _log = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ def _check_other_numbers(
     """Check that no number which the model reads from its data has become a constant of the graph.
 
     A part that is kept whole may leave a number somewhere, as in a global variable, where the model reads it;
-    or Python may make a plain number of a size that depends on data. Runs on other numbers than the example's
-    show such constants.
+    or Python may make a plain number of a size that depends on data; and what another thread computes is a
+    tensor that no step has made. Runs on other numbers than the example's show such constants.
 
     Raises:
         TraceError: the graph and the model differ on other numbers.
@@ -65,14 +66,30 @@ def _check_other_numbers(
     by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
     for training, recording in by_mode.items():
         reading = {step.called for step in recording.steps if step.reads_numbers or step.sized}
-        for other in example.with_other_numbers() if reading else ():
+        fresh = _made_in_run(recording, by_mode[not training])
+        for other in example.with_other_numbers() if reading or fresh else ():
             problem = _problem_with(gm, model, other, training)
             if problem:
                 raise TraceError(
                     f"the graph of {type(model).__name__} was discarded: with other numbers than the "
-                    f"example's it {problem} in {MODES[training]} mode. What is found in data in "
-                    f"{', '.join(sorted(reading))} must get past the graph as a number; keep it in tensors"
+                    f"example's it {problem} in {MODES[training]} mode. {_suspected(sorted(reading))}"
                 )
+
+
+def _made_in_run(recording: Recording, other: Recording) -> bool:
+    """Whether there is a tensor of unknown origin that was not there before: the other run has another."""
+    return any(all(tensor is not one for one in other.unseen) for tensor in recording.unseen)
+
+
+def _suspected(reading: Sequence[str]) -> str:
+    """What may have become a constant, as a sentence."""
+    if reading:
+        where = ", ".join(reading)
+        return f"What is found in data in {where} must get past the graph as a number; keep it in tensors"
+    return (
+        "A tensor that no torch function of this thread has made must depend on data; compute everything in "
+        "the thread that calls the model"
+    )
 
 
 def _problem_with(gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool) -> str:

@@ -36,6 +36,9 @@ class Origins:
         model: the model that runs.
         watch: knows which memory was allocated in this run.
         alias: makes another tensor object of a tensor, unrecorded.
+
+    Attributes:
+        unseen: as in `Recording`.
     """
 
     def __init__(self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -53,6 +56,7 @@ class Origins:
         self._values = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[TensorWeakRef]] = {}
         self._constants: dict[int, Constant] = {}
+        self.unseen: list[torch.Tensor] = []
         self._objects: dict[int, tuple[Any, Value, tuple[int, ...]]] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
@@ -66,6 +70,7 @@ class Origins:
             return known
         if self._watch.is_ours(tensor):
             raise UnrecordableError("uses a tensor made by code that torch functions do not show")
+        self.unseen.append(tensor)
         return self.constant(tensor)
 
     def is_kept(self, thing: Any) -> bool:

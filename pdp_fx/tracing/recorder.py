@@ -6,6 +6,7 @@ records again.
 """
 
 import operator
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ class Recorder:
         self.steps: list[Step] = []
         self.scope = Scope("")
         self.scopes = {self.scope}
-        self.inside = False
+        self._inside, self._thread = False, threading.get_ident()
         self.failures = Failures(model, self.paths, findings.tried)
         self.watch = Watch(model)
         self.origins = Origins(model, self.watch, self._alias)
@@ -235,16 +236,21 @@ class Recorder:
         self._leave(self.model, self._buffers)
         output = self.arguments.output(result)
         self.findings.sizes.read |= self.parts.settle(self.steps, output)
-        return Recording(tuple(self.steps), output, frozenset(self.scopes))
+        return Recording(tuple(self.steps), output, frozenset(self.scopes), unseen=tuple(self.origins.unseen))
+
+    @property
+    def inside(self) -> bool:
+        """Whether what happens now is no step of its own: a part of one, or the work of another thread."""
+        return self._inside or threading.get_ident() != self._thread
 
     @contextmanager
     def silent(self) -> Generator[None, None, None]:
         """Record nothing inside the block."""
-        before, self.inside = self.inside, True
+        before, self._inside = self._inside, True
         try:
             yield
         finally:
-            self.inside = before
+            self._inside = before
 
     def step(self, op: str, target: Any, args: Args, kwargs: Mapping[str, Any]) -> Step:
         """A step with its arguments encoded as values; it is not yet part of the recording."""

@@ -140,12 +140,15 @@ class Recording:
         output: what the model returned, with values for what was computed.
         scopes: all module calls that happened, including those without steps.
         outcome: the outcome of the run; None if nothing was run.
+        unseen: tensors that no step has made and no module owns: they were there before the run, or another
+            thread has made them.
     """
 
     steps: tuple[Step, ...]
     output: Any
     scopes: frozenset[Scope]
     outcome: Outcome | None = None
+    unseen: tuple[torch.Tensor, ...] = ()
 
 
 class UnrecordableError(Exception):

@@ -52,10 +52,13 @@ def prepared(
     tau: float | str = 1e-4,
     forward: Forward = "soft",
     pruned_decay: float = 0.0,
+    tau_end: float | None = None,
 ) -> fx.GraphModule:
     """The net, the same at every call, prepared for ``rule``."""
     torch.manual_seed(0)
-    spec = PruneSpec(rule, schedule=schedule, tau=tau, forward=forward, pruned_decay=pruned_decay)
+    spec = PruneSpec(
+        rule, schedule=schedule, tau=tau, tau_end=tau_end, forward=forward, pruned_decay=pruned_decay
+    )
     return pdp_fx.prepare(Net(width), spec, batch()[0])
 
 

@@ -5,20 +5,22 @@ difference raises, which makes torchrun fail.
 """
 
 import copy
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import pdp_fx
-from pdp_fx import PruneSpec, StateError
+from pdp_fx import MaskPolicy, MaskSite, Progress, PruneSpec, StateError, Unstructured, WeightPolicy
 from pdp_fx.planning import parameters_of
 from pdp_fx.pruner import Pruner, find
+from pdp_fx.sharding import gathered
 from tests.training.nets import RAMP, RULES, batch
 
 
@@ -35,6 +37,29 @@ class Net(nn.Module):
         """Map (n, 4, h, w) to (n, 10)."""
         stream = torch.relu(self.stem(images))
         return self.head((stream + torch.relu(self.inner(stream))).mean((2, 3)))
+
+
+class Decaying(WeightPolicy):
+    """A policy with a parameter of its own, which it ranks by, and an update that writes to the weights."""
+
+    def __init__(self, site: MaskSite) -> None:
+        super().__init__(site)
+        self.scale = nn.Parameter(torch.full((4,), 0.25))
+
+    def soft(self, weight: Tensor) -> Tensor:
+        return self.hard(weight) * self.scale.sum()
+
+    def pruned(self, *weights: Tensor) -> Tensor:
+        return super().pruned(weights[0] * self.scale.sum())
+
+    @classmethod
+    def update(
+        cls, masks: Sequence[MaskPolicy], weights: Sequence[tuple[Tensor, ...]], now: Progress
+    ) -> None:
+        for (weight,) in weights:
+            weight.mul_(0.9)
+        for mask in masks:
+            mask.get_parameter("scale").mul_(0.9)
 
 
 def check(wrapper: str, spec: PruneSpec) -> None:
@@ -84,7 +109,11 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor,
 def masks(model: nn.Module) -> list[Tensor]:
     """The values of all soft masks, computed as the schedule's own ranking does it."""
     gm, pruner = prepared_inside(model)
-    return [mask.values(*(w.detach() for w in parameters_of(gm, mask))) for _, mask in pruner.mask_items()]
+    with gathered(*pruner.masks.values()):
+        weights = [[w.detach() for w in parameters_of(gm, mask)] for _, mask in pruner.mask_items()]
+        return [
+            mask.values(*read).detach() for (_, mask), read in zip(pruner.mask_items(), weights, strict=True)
+        ]
 
 
 def prepared_inside(model: nn.Module) -> tuple[nn.Module, Pruner]:
@@ -131,6 +160,30 @@ def check_blocks_are_refused() -> None:
         require(False, "a sharded block was not refused")
 
 
+def check_flat_parameters_are_refused() -> None:
+    """Outside its forward, FullyShardedDataParallel leaves every process a flat part of some parameters."""
+    model = pdp_fx.prepare(Net(), PruneSpec(RULES["unstructured"], schedule=RAMP), batch()[0])
+    flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    for verb in (pdp_fx.step, pdp_fx.penalty, pdp_fx.report):
+        try:
+            verb(flat)
+        except StateError as err:
+            require("by fully_shard instead" in str(err), str(err))
+        else:
+            require(False, "flat parameters were ranked")
+
+
+def check_shards_are_not_prepared() -> None:
+    """A model that is sharded before it is prepared would be ranked in parts."""
+    sharded = wrapped(Net(), "fsdp")
+    try:
+        pdp_fx.prepare(sharded, PruneSpec(RULES["unstructured"], schedule=RAMP), batch()[0])
+    except StateError as err:
+        require("prepare the model first" in str(err), str(err))
+    else:
+        require(False, "a sharded model was prepared")
+
+
 def require(holds: bool, message: str) -> None:
     """Raise unless ``holds``."""
     if not holds:
@@ -141,8 +194,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     decaying = PruneSpec(RULES["unstructured"], schedule=RAMP, forward="hard", pruned_decay=0.5)
-    for spec in (*(PruneSpec(rule, schedule=RAMP) for rule in RULES.values()), decaying):
+    own = PruneSpec(Unstructured(0.8, policy=Decaying), schedule=RAMP)
+    for spec in (*(PruneSpec(rule, schedule=RAMP) for rule in RULES.values()), decaying, own):
         check("ddp", spec)
         check("fsdp", spec)
     check_blocks_are_refused()
+    check_flat_parameters_are_refused()
+    check_shards_are_not_prepared()
     dist.destroy_process_group()

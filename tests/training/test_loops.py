@@ -1,7 +1,9 @@
 """What real training loops do to a model, one test each."""
 
 import copy
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,24 @@ def test_two_forward_passes_in_a_step_share_their_masks(rule: Rule) -> None:
 
 
 @every_rule
+@pytest.mark.parametrize("tau_end", [None, 1e-6])
+def test_a_step_before_the_backward_pass_leaves_it_the_masks_of_the_forward_pass(
+    rule: Rule, tau_end: float | None
+) -> None:
+    model = prepared(rule, tau_end=tau_end)
+    for seed in range(3):
+        training_step(model, sgd(model), seed)
+    images, labels = batch(7)
+    expected, found = copy.deepcopy(model), copy.deepcopy(model)
+    functional.cross_entropy(expected(images), labels).backward()
+    loss = functional.cross_entropy(found(images), labels)
+    pdp_fx.step(found)
+    loss.backward()
+    for mine, theirs in zip(gradients(found), gradients(expected), strict=True):
+        assert mine.equal(theirs)
+
+
+@every_rule
 def test_a_gradient_penalty_can_be_trained(rule: Rule) -> None:
     model, optimizer = in_the_ramp(rule)
     images = batch(7)[0].requires_grad_()
@@ -191,6 +211,17 @@ def test_a_whole_model_survives_torch_save(rule: Rule, tmp_path: Path) -> None:
     assert_same_tensors(again, model)
     images = batch(7)[0]
     assert again(images).equal(model(images))
+
+
+@every_rule
+def test_a_model_that_went_to_another_process_converts_on_both_sides(rule: Rule) -> None:
+    model, _ = in_the_ramp(rule)
+    sent, images = pickle.loads(ForkingPickler.dumps(model)), batch(7)[0]
+    for side in (model, sent):
+        small = pdp_fx.convert(side)
+        torch.testing.assert_close(small(images), side.eval()(images), rtol=1e-5, atol=1e-5)
+    pdp_fx.step(sent)
+    assert int(state(model).counter) == int(state(sent).counter) == 4
 
 
 @every_rule

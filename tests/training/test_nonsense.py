@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, StateError, Unstructured
@@ -205,7 +206,16 @@ def _double(model: nn.Module) -> None:
     layer.forward = lambda *args, **kwargs: 2 * forward(*args, **kwargs)
 
 
-CHANGES = [_adapt, _replace, _normalise, _prune, _double]
+def _pack(model: nn.Module) -> None:
+    weight = model.get_parameter("inner.weight").detach()
+    model.get_submodule("inner").weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+
+
+def _flatten(model: nn.Module) -> None:
+    model.get_submodule("inner").weight = nn.Parameter(model.get_parameter("inner.weight").detach().flatten())
+
+
+CHANGES = [_adapt, _replace, _normalise, _prune, _double, _pack, _flatten]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))

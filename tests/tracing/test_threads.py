@@ -1,0 +1,94 @@
+"""Other threads beside the one that traces: those of the model, and those that have nothing to do with it."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pdp_fx import TraceError
+from pdp_fx.trace import trace
+
+
+class Branches(nn.Module):
+    """Two branches, each of which another thread computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            left, right = pool.map(self.branch, (self.left, self.right), (x, x))
+        return left + right
+
+    def branch(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """What one thread does."""
+        return layer(x)
+
+
+class ByFunctions(Branches):
+    def branch(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return torch.relu(x @ layer.weight)
+
+
+class Scaled(Branches):
+    """Another thread sees no weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return self.left(x) * pool.submit(torch.tanh, x).result()
+
+
+@pytest.mark.parametrize("around", [lambda model: model, nn.Sequential], ids=["alone", "inside"])
+@pytest.mark.parametrize("kind", [Branches, ByFunctions, Scaled])
+def test_what_another_thread_computes_does_not_become_a_constant(
+    kind: type[nn.Module], around: Callable[[nn.Module], nn.Module]
+) -> None:
+    with pytest.raises(TraceError, match=r"the thread that calls the model"):
+        trace(around(kind()), torch.randn(3, 4))
+
+
+class Table(Branches):
+    """Another thread makes a table that depends on nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return self.left(x) * pool.submit(torch.arange, 4).result()
+
+
+def test_a_table_that_another_thread_makes_may_become_one() -> None:
+    model, x = Table(), torch.randn(3, 4)
+    assert trace(model, x)(2 * x).equal(model(2 * x))
+
+
+class Beside(nn.Module):
+    """Something else happens while the model runs."""
+
+    def __init__(self, other: Callable[[], None]) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        thread = threading.Thread(target=self.other)
+        thread.start()
+        thread.join()
+        return torch.relu(x)
+
+
+def test_what_other_threads_do_is_no_part_of_a_graph_and_is_not_refused() -> None:
+    dense, rows, done = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), torch.randn(2, 4), list[Tensor]()
+
+    def evaluate() -> None:
+        with torch.inference_mode(), torch.autocast("cpu"):
+            done.append(dense(rows))
+        with torch.no_grad(), torch.enable_grad():
+            done.append(dense(rows))
+
+    gm = trace(Beside(evaluate), torch.randn(3, 4))
+    assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_module", "call_function", "output"]
+    assert done[0].dtype == torch.bfloat16
+    assert done[1].equal(dense(rows))
