@@ -11,6 +11,7 @@ from torch import fx
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.grouping import distinct
 from pdp_fx.channels.labels import Reason, Slot
+from pdp_fx.channels.running import is_opaque, why_unseen
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
@@ -61,7 +62,7 @@ class ChooseTargets(Pass):
                 skipped.append((site.owner or site.parameter, reason))
             elif isinstance(rule, (Unstructured, NM)):
                 weights.append((site, rule))
-        skipped += _out_of_reach(gm, ctx)
+        skipped += (_kept_whole(gm, rules) | _out_of_reach(gm, ctx)).items()
         found = ctx.find(ChannelMap)
         groups, kept = _sort_groups(found, rules, weights) if found else ([], [])
         if found:
@@ -79,7 +80,19 @@ class ChooseTargets(Pass):
             raise SpecError("nothing in the model can be pruned by this spec:\n" + "\n".join(reasons))
 
 
-def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> list[tuple[str, str]]:
+def _kept_whole(gm: fx.GraphModule, rules: dict[str, Rule | None]) -> dict[str, str]:
+    """Modules that were not looked into, and so keep the channels of all layers in them; with the reason."""
+    names, found = owned_names(gm), dict[str, str]()
+    for node in gm.graph.find_nodes(op="call_module"):
+        target = str(node.target)
+        module = gm.get_submodule(target)
+        asked = any(p.ndim > 1 and isinstance(rules.get(names[id(p)]), Channels) for p in module.parameters())
+        if asked and is_opaque(gm, node):
+            found[target] = f"{why_unseen(module, node)[0]}, so the channels in it stay"
+    return found
+
+
+def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> dict[str, str]:
     """Modules with a rule whose matrices no mask can reach, as unknown code uses them; with the reason."""
     names, sites = owned_names(gm), {site.parameter for site in ctx.get(Sites).weights}
     found: dict[str, str] = {}
@@ -91,7 +104,7 @@ def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> list[tuple[str, str]]:
             how = f": it {node.meta['opaque']}" if node.meta.get("opaque") else ""
             kind = type(module).__name__
             found[target] = f"{kind} uses its weights inside itself, out of reach of a mask{how}"
-    return list(found.items())
+    return found
 
 
 def _annotate(gm: fx.GraphModule, found: ChannelMap, groups: list[ChannelGroup]) -> None:

@@ -138,21 +138,46 @@ def diagonal(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.index_put, aten.index_put_, aten._index_put_impl_)
 def index_put(call: Call, flow: LabelFlow) -> None:
-    """Whole slices are written to the positions of one index or mask, such as the tokens of an expert."""
+    """Whole slices are written to the positions of indices or a mask, such as the tokens of an expert."""
     into, indices, values = call.args[:3]
-    chosen = [(axis, index) for axis, index in enumerate(indices) if index is not None]
-    flow.freeze_all([index for _, index in chosen], CHOSEN)
-    if len(chosen) != 1:
+    chosen = {axis: index for axis, index in enumerate(indices) if index is not None}
+    flow.freeze_all(list(chosen.values()), CHOSEN)
+    if len(chosen) > 1 and any(_is_mask(index) and index.ndim != 1 for index in chosen.values()):
         flow.freeze_all([into, values], CHOSEN)
         flow.put(call.result, ())
         return
-    axis, index = chosen[0]
-    taken, given = (index.ndim, 1) if index.dtype in (torch.bool, torch.uint8) else (1, index.ndim)
-    mine = flow.all_without(flow.layers(into), frozenset(range(axis, axis + taken)), CHOSEN)
-    lifted = lift(flow.layers(values), into.ndim - taken + given)
-    theirs = flow.all_without(lifted, frozenset(range(axis, axis + given)), CHOSEN)
-    theirs = [_with_axes(layer, axis, given, taken) for layer in theirs]
+    first, taken, given = _places(chosen)
+    rest = [axis for axis in range(into.ndim) if axis not in taken]
+    mine = flow.all_without(flow.layers(into), taken, CHOSEN)
+    lifted = lift(flow.layers(values), len(rest) + given)
+    theirs = flow.all_without(lifted, frozenset(range(first, first + given)), CHOSEN)
+    theirs = [_laid_on(layer, rest, into.ndim, range(first, first + given)) for layer in theirs]
     flow.put(call.result, [_all_zero(merged, 2) for merged in tie_across([mine, theirs], flow)])
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _places(chosen: dict[int, Tensor]) -> tuple[int, frozenset[int], int]:
+    """Where the axes of several indices together come among the values', instead of which, and how many.
+
+    They come in the place of the indexed axes, or before all others if those are not side by side.
+    """
+    axis, index = next(iter(chosen.items()))
+    if len(chosen) == 1 and _is_mask(index):
+        return axis, frozenset(range(axis, axis + index.ndim)), 1
+    adjacent = max(chosen) - axis == len(chosen) - 1
+    return axis if adjacent else 0, frozenset(chosen), max(index.ndim for index in chosen.values())
+
+
+def _laid_on(layer: Layer, axes: list[int], rank: int, given: range) -> Layer:
+    """The layer of written values, without the axes that are ``given``, on these axes of the tensor."""
+    sizes = [size for axis, size in enumerate(layer.ids.shape) if axis not in given]
+    shape = [1] * rank
+    for axis, size in zip(axes, sizes, strict=True):
+        shape[axis] = size
+    return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,))
 
 
 def _with_axes(layer: Layer, axis: int, count: int, instead: int) -> Layer:

@@ -55,7 +55,8 @@ def layout(call: Call, flow: LabelFlow) -> None:
         return
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     moved: list[list[Layer]] = [[] for _ in results]
-    for layer in _cut_whole(call, flow):
+    cut = _cut_whole(call, flow)
+    for layer in cut:
         for index, new in enumerate(_move(layer, tuple(source.shape), call)):
             moved[index].append(new)
             _note_part(layer, new, call, flow)
@@ -66,18 +67,35 @@ def layout(call: Call, flow: LabelFlow) -> None:
     if packet is aten.expand:
         moved[0].extend(_broadcast(source, call.result, flow))
     for result, layers in zip(results, moved, strict=True):
-        _keep_emptied(source, result, flow)
+        if not source.numel():
+            _keep_lost(cut, layers, flow)
+        elif not result.numel():
+            layers = _of_emptied(result, cut, call, flow)
         flow.put(result, _without_overlap(layers, flow))
 
 
-def _keep_emptied(source: Tensor, result: Tensor, flow: LabelFlow) -> None:
-    """Freeze channels that go into an empty tensor, for example because an index has found nothing."""
-    if result.numel() or not source.numel():
-        return
+def _of_emptied(result: Tensor, cut: list[Layer], call: Call, flow: LabelFlow) -> list[Layer]:
+    """The layers of an empty tensor, for example because an index has found nothing; most channels stay.
+
+    What is cut off behind the last channel of each head, as where all of a head is rotated, has heads still.
+    """
+    source, packet = call.args[0], call.func.overloadpacket
     same = result.ndim == source.ndim
     emptied = frozenset(axis for axis, size in enumerate(result.shape) if not size and same)
+    inner = min(emptied, default=0) if packet in CUTS else 0
+    heads = [layer for layer in cut if max(layer.support, default=inner) < inner]
     for layer in flow.layers(source):
-        if not layer.support <= emptied:
+        followed = any(layer is each for head in heads for each in (head, *head.needs))
+        if not followed and not layer.support <= emptied:
+            flow.freeze(layer.ids, *EMPTIED)
+    return heads
+
+
+def _keep_lost(before: list[Layer], after: list[Layer], flow: LabelFlow) -> None:
+    """Freeze channels of an empty tensor that are not seen in what is laid out of it."""
+    followed = [need for layer in after if layer.support for need in layer.needs]
+    for layer in before:
+        if layer.support and all(layer is not each for each in followed):
             flow.freeze(layer.ids, *EMPTIED)
 
 

@@ -29,8 +29,9 @@ BREAKS_REMEDY = "add a small number first"
 
 UNTAGGED = frozenset({
     aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_, aten.complex, aten.polar,
+    aten.masked_fill, aten.masked_fill_, aten.rsub, aten.floor_divide, aten.floor_divide_,
 })  # fmt: skip
-"""Pointwise operations that carry no pointwise tag in every supported version of torch."""
+"""Pointwise operations of which some overload has no pointwise tag in every supported version of torch."""
 
 
 @cache

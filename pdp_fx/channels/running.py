@@ -80,14 +80,14 @@ class _FlowInterpreter(fx.Interpreter):
         stored = [*inside.parameters(), *inside.buffers()] if isinstance(inside, nn.Module) else []
         with no_dispatch():
             result = super().run_node(node)
-        self.flow.freeze_all([*read, *stored], *_why_unseen(inside, node))
+        self.flow.freeze_all([*read, *stored], *why_unseen(inside, node))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
                 self.flow.put(leaf, ())
         return result
 
 
-def _why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
+def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
     """Why channels are not followed through a node, and what would change it."""
     kind, how = node.name if inside is None else type(inside).__name__, node.meta.get("opaque")
     if isinstance(inside, torch.jit.ScriptModule):

@@ -42,8 +42,9 @@ def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
 def subscript_fits(node: fx.Node, record: Record) -> bool:
     """Fits numbers, slices, and at most one list of indices; picked channels must have distinct labels.
 
-    Assigning to picked channels does not fit: without a result, its labels cannot say what was picked. A
-    slice of channels that leaves gaps becomes a list.
+    Several lists, such as the numbers of images and of points in them, fit along axes without channels, if
+    of the channels nothing is chosen. Assigning to picked channels does not fit: without a result, its labels
+    cannot say what was picked. A slice of channels that leaves gaps becomes a list.
     """
     source = node.args[0]
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
@@ -58,10 +59,17 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     placed = [(parts[place], axis) for place, axis in _placed(parts, rank)]
     lists = [part for part, axis in placed if _is_list(part, record) or (_picks(part) and axis in labelled)]
     if len(lists) > 1:
-        return False
+        whole = not any(axis in labelled and _chooses(part) for part, axis in placed)
+        return whole and not any(_is_wide_mask(part, record) for part in parts)
     picked = {axis for part, axis in placed if _picks(part)} - varying_axes(node, record)
     among = [layer for layer in layers if layer.support & picked]
     return not among if node.target is operator.setitem else all(are_distinct(layer.ids) for layer in among)
+
+
+def _is_wide_mask(part: Any, record: Record) -> bool:
+    """Whether a part of a subscript is a mask of several axes, behind which parts are not where they seem."""
+    name = getattr(part, "name", "")
+    return name in record.masks and any(len(value.shape) != 1 for value in record.values.get(name, ()))
 
 
 def _is_list(part: Any, record: Record) -> bool:

@@ -294,6 +294,14 @@ class RotaryPositions(QkvHardCoded):
         return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
 
 
+class RotaryEverywhere(RotaryPositions):
+    """Of each head nothing is left before and behind what is turned, as it can be all of the head."""
+
+    def turn(self, x: Tensor, t: int) -> Tensor:
+        before, x, behind = x[..., :0], x[..., :SIZE], x[..., SIZE:]
+        return torch.cat([before, super().turn(x, t), behind], -1)
+
+
 class RelativePositions(QkvHardCoded):
     """A table gives a bias for every head and distance (Swin)."""
 
@@ -494,6 +502,7 @@ ATTENTION = (
     Construct(GroupedQueryByIndex, sequences(), removed=16),
     Construct(GroupedQueryFused, sequences(), removed=8),
     Construct(RotaryPositions, sequences(), removed=HEAD_PRUNING),
+    Construct(RotaryEverywhere, sequences(), removed=HEAD_PRUNING),
     Construct(RelativePositions, sequences(), removed=HEAD_PRUNING),
     Construct(RelativePositionsInTwoAxes, sequences(), removed=HEAD_PRUNING),
     Construct(QueryNorm, sequences(), removed=HEAD_PRUNING),

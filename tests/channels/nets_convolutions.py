@@ -118,6 +118,22 @@ class DenseBlock(nn.Module):
         return self.head(F.relu(self.norm(x)))
 
 
+class FilledAndFloored(nn.Module):
+    """Pointwise operations that torch gives no tag: filled by a tensor, subtracted in reverse, floored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.deep = conv_bn(3, 8), conv_bn(8, 8)
+        self.head = nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x * x.masked_fill(x > 0.5, torch.tensor(2.0, dtype=x.dtype))
+        y = F.relu(self.deep(x))
+        y = torch.rsub(y, x) + y * torch.floor_divide(x.detach(), 0.5)
+        return self.head(y)
+
+
 class Depthwise(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -367,6 +383,7 @@ CONVOLUTIONS = (
     Construct(NormWithoutStatistics, images(), removed=4),
     Construct(Residual, images(), removed=12),
     Construct(PreActivation, images(), removed=8),
+    Construct(FilledAndFloored, images(), removed=8),
     Construct(DenseBlock, images(), removed=8),
     Construct(Depthwise, images(), removed=8),
     Construct(DepthwiseMultiplier, images(), removed=12),

@@ -196,6 +196,45 @@ class GatheredAlongChannels(Messages):
         return x.gather(2, order.expand(x.shape))
 
 
+class PointsOfImages(Messages):
+    """Points are picked by their numbers and by those of their images, side by side or not."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        images = torch.arange(len(x))[:, None]
+        nearest = torch.cdist(x.detach(), x.detach()).topk(3, -1, largest=False)[1]
+        near = told[images[..., None], nearest, :].amax(2) + x[images.flatten(), nearest[:, 0, 0]][:, None]
+        return near + told[..., None, :].transpose(0, 1)[nearest[0, 0], images].sum((0, 1, 2))
+
+
+class PointsOfChannels(Messages):
+    """Half of the channels of points that are picked."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        images, points = torch.arange(len(x))[:, None], self.sources[:5]
+        return torch.cat([x[images, points, :4], x[images, points, 4:]], -1)
+
+
+class WrittenToImages(Messages):
+    """Features are laid on a grid by numbers of images, rows and columns, side by side or not."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        images = torch.arange(len(x)).repeat_interleave(5)
+        rows, columns = self.sources[:5].repeat(len(x)), self.targets[:5].repeat(len(x))
+        apart = x.new_zeros(len(x), 8, 5, 5)
+        apart[images, :, rows, columns] = x.flatten(0, 1)
+        beside = x.new_zeros(len(x), 5, 5, 8)
+        places = images[:, None], rows[:, None], torch.stack([columns, rows], 1)
+        beside[places] = told[:, :5].reshape(-1, 1, 8)
+        return apart.amax(3).transpose(1, 2) + beside.amax(1) + x
+
+
+class WrittenToChannels(Messages):
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, self.sources[:5], self.targets[:5]] = 1.0
+        return y
+
+
 class Experts(nn.Module):
     """Experts write to the tokens that are theirs; ``largest`` is the last expert that gets any."""
 
@@ -324,6 +363,10 @@ INDEXING = (
     Construct(ForgottenChannels, sequences(), removed=3, reason="chosen by an index"),
     Construct(Spread, sequences(), removed=11),
     Construct(UnsafelySplit, sequences(), removed=11),
+    Construct(PointsOfImages, sequences(), removed=11),
+    Construct(PointsOfChannels, sequences(), removed=3, reason="told sizes or positions"),
+    Construct(WrittenToImages, sequences(), removed=11),
+    Construct(WrittenToChannels, sequences(), removed=3, reason="chosen by an index"),
     Construct(Experts, sequences(), removed=12),
     Construct(IdleExpert, sequences(), reason="nothing of these channels is left"),
     Construct(WrittenByIndex, sequences(), removed=11),

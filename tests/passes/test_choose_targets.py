@@ -142,6 +142,29 @@ def test_weights_inside_a_module_that_decides_are_said_with_the_line_that_does()
     )
 
 
+class SkipsLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(x).relu()) if x.sum() > 0 else x
+
+
+def test_channels_inside_a_module_that_decides_are_said_with_the_line_that_does() -> None:
+    why = (
+        r"SkipsLayers decides by its data what it does: it branches on the numbers in a tensor "
+        r"\(test_choose_targets.py:\d+\), so the channels in it stay"
+    )
+    model = nn.Sequential(SkipsLayers(), nn.Linear(6, 8), nn.Linear(8, 2))
+    _, ctx = prepare_until(model, at_once(Channels(ratio=0.5)), torch.randn(2, 6), "choose-targets")
+    ((name, said),) = ctx.get(Plan).skipped
+    assert name == "0"
+    assert re.fullmatch(why, said)
+    with pytest.raises(SpecError, match=f"nothing in the model can be pruned by this spec:\n  0: {why}"):
+        prepare_until(model[:1], at_once(Channels(ratio=0.5)), torch.randn(2, 6), "choose-targets")
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
