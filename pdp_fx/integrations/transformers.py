@@ -1,9 +1,12 @@
 """A callback for the Trainer of Hugging Face transformers that calls `pdp_fx.step` at the right times."""
 
+import warnings
+from collections import defaultdict
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from pdp_fx.integrations.advance import advance
 
@@ -23,6 +26,23 @@ class PruningCallback(TrainerCallback):
     def __init__(self) -> None:
         super().__init__()
         self._counted = False
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Warn of checkpoints that will fail: the trainer writes them in a format without tied weights."""
+        tied = _tied(kwargs["model"])
+        if tied and args.save_strategy != SaveStrategy.NO:
+            warnings.warn(
+                f"the trainer's checkpoints will fail, because {' and '.join(tied)} are one parameter, and "
+                "safetensors writes none that has two names: untie them before prepare, or train with "
+                "save_strategy='no' and save the state_dict with torch.save",
+                stacklevel=2,
+            )
 
     def on_epoch_begin(
         self,
@@ -60,3 +80,11 @@ class PruningCallback(TrainerCallback):
         if not self._counted:
             advance(model, "epoch")
         self._counted = True
+
+
+def _tied(model: nn.Module) -> list[str]:
+    """The names of a parameter that the model has under several names; empty if there is none."""
+    names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return next((found for found in names.values() if len(found) > 1), [])

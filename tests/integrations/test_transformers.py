@@ -118,3 +118,33 @@ def test_an_epoch_counts_once_however_its_batches_are_accumulated(tmp_path: Path
 def test_a_model_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="holds no prepared model"):
         train(BertForSequenceClassification(TINY), tmp_path, 1)
+
+
+class Tied(torch.nn.Module):
+    """Tokens in and out by one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = self.head(self.table(input_ids)).mean(1)
+        return {"loss": torch.nn.functional.cross_entropy(found, labels)}
+
+
+def tied() -> fx.GraphModule:
+    inputs = {name: torch.stack([row[name] for row in examples(2)]) for name in ("input_ids", "labels")}
+    return pdp_fx.prepare(Tied(), PruneSpec(Unstructured(0.5)), inputs)
+
+
+def test_checkpoints_that_cannot_be_written_are_told_at_the_start(tmp_path: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match=r"table.weight and head.weight are one parameter"),
+        pytest.raises(RuntimeError, match="share memory"),
+    ):
+        train(tied(), tmp_path, 1, save_strategy="epoch")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the trainer's checkpoints")
+        train(tied(), tmp_path, 1)
+        train(prepared("epoch"), tmp_path, 1, save_strategy="epoch")
