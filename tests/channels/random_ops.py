@@ -117,6 +117,8 @@ PURE: dict[str, Pure] = {
     "softmax_tokens": (only("tokens"), lambda x, k: x.softmax(1)),
     "cumsum_channels": (only("image"), lambda x, k: x.cumsum(1)),
     "mean_channels": (only("image"), lambda x, k: x * x.mean(1, keepdim=True)),
+    "var_channels": (only("image"), lambda x, k: x / (1 + x.var(1, unbiased=k == 0, keepdim=True))),
+    "std_all": (only("image", "tokens"), lambda x, k: x / (1 + torch.std(x))),
     "sum_channels": (only("image"), lambda x, k: x * x.sum(1, keepdim=True).tanh()),
     "sum_all": (only("image"), lambda x, k: x * x.sum((1, 2, 3), keepdim=True).tanh()),
     "normalize": (only("vector"), lambda x, k: F.normalize(x, dim=1)),
