@@ -232,7 +232,7 @@ def _correction(dim: Axes | bool, unbiased: bool, correction: float | None) -> t
 def _variance(input: Tensor, dim: Axes, off: float, keepdim: bool, mask: Tensor, axis: int) -> Tensor:
     """The variance in the dtype that is computed in."""
     wide = input.to(compute_dtype(input.dtype))
-    over = list(range(wide.ndim)) if dim in (None, []) else [dim] if isinstance(dim, int) else dim
+    over = [dim] if isinstance(dim, int) else list(dim or range(wide.ndim))
     heavy = mask.to(wide.dtype).reshape([-1 if each == axis else 1 for each in range(wide.ndim)])
     count = heavy.sum() * math.prod(wide.shape[each] for each in over if each % wide.ndim != axis)
     centred = wide - (wide * heavy).sum(over, keepdim=True) / count

@@ -143,6 +143,7 @@ def test_a_masked_norm_is_as_precise_as_that_of_the_channels_that_stay(
         (([0, 1], False), {}),
         (((-1, 0), True, True), {}),
         (([],), {}),
+        (((),), {}),
         ((), {"correction": 0}),
         ((-1,), {"correction": 2.5, "keepdim": True}),
     ],
