@@ -84,10 +84,11 @@ def _kept_whole(gm: fx.GraphModule, rules: dict[str, Rule | None]) -> dict[str, 
     """Modules that were not looked into, and so keep the channels of all layers in them; with the reason."""
     names, found = owned_names(gm), dict[str, str]()
     for node in gm.graph.find_nodes(op="call_module"):
+        if not is_opaque(gm, node):
+            continue
         target = str(node.target)
         module = gm.get_submodule(target)
-        asked = any(p.ndim > 1 and isinstance(rules.get(names[id(p)]), Channels) for p in module.parameters())
-        if asked and is_opaque(gm, node):
+        if any(p.ndim > 1 and isinstance(rules.get(names[id(p)]), Channels) for p in module.parameters()):
             found[target] = f"{why_unseen(module, node)[0]}, so the channels in it stay"
     return found
 

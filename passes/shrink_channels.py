@@ -19,7 +19,7 @@ from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.channels.record import Labelled
-from pdp_fx.channels.resizing import Job, scaled
+from pdp_fx.channels.resizing import Job, placed_before, scaled
 from pdp_fx.channels.rewrites import rewrite_of
 from pdp_fx.channels.small_numbers import SmallNumbers
 from pdp_fx.compiler import Context, Pass
@@ -110,8 +110,7 @@ def _check_as_before(
     """
     args = _with_numbers_before(node, node, found, changing, numbers)
     if _has_nodes(args):
-        with node.graph.inserting_before(node):
-            node.graph.call_function(torch._assert, args).meta.update(node.meta)
+        placed_before(node, torch._assert, *args)
 
 
 def _with_numbers_before(

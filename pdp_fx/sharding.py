@@ -1,7 +1,7 @@
 """Parameters that are spread over several processes (FSDP2's `fully_shard`, tensor parallelism)."""
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,31 +64,35 @@ def is_made_of_others(tensor: Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor) and not is_shard(tensor)
 
 
+def _first_that(model: nn.Module, fits: Callable[[Tensor], bool]) -> str | None:
+    """The name of the first parameter that fits, or None."""
+    return next((name for name, parameter in model.named_parameters() if fits(parameter)), None)
+
+
 def refuse_divided(model: nn.Module) -> None:
     """Refuse to prepare a model whose parameters are parts of tensors, or are made of other tensors."""
-    for name, parameter in model.named_parameters():
-        if is_shard(parameter):
-            raise StateError(
-                f"{name} is sharded over several processes, and weights are ranked as a whole; prepare the "
-                "model first, and call fully_shard on what prepare returns (tensor parallelism of single "
-                "layers is not supported)"
-            )
-        if is_made_of_others(parameter):
-            raise StateError(
-                f"{name} is of type {type(parameter).__name__}, as quantised weights are, and cannot be "
-                "trained with masks; prepare the model in floating point, and quantise what convert returns"
-            )
+    if name := _first_that(model, is_shard):
+        raise StateError(
+            f"{name} is sharded over several processes, and weights are ranked as a whole; prepare the "
+            "model first, and call fully_shard on what prepare returns (tensor parallelism of single "
+            "layers is not supported)"
+        )
+    if name := _first_that(model, is_made_of_others):
+        raise StateError(
+            f"{name} is of type {type(model.get_parameter(name)).__name__}, as quantised weights are, and "
+            "cannot be trained with masks; prepare the model in floating point, and quantise what convert "
+            "returns"
+        )
 
 
 def refuse_sharded(model: nn.Module) -> None:
     """Refuse to convert a model of which this process holds a part only."""
-    for name, parameter in model.named_parameters():
-        if is_shard(parameter):
-            raise StateError(
-                f"{name} is sharded over several processes; gather the state dict (get_model_state_dict of "
-                "torch.distributed.checkpoint with full_state_dict=True), load it into a prepared model that "
-                "is not sharded, and convert that one"
-            )
+    if name := _first_that(model, is_shard):
+        raise StateError(
+            f"{name} is sharded over several processes; gather the state dict (get_model_state_dict of "
+            "torch.distributed.checkpoint with full_state_dict=True), load it into a prepared model that "
+            "is not sharded, and convert that one"
+        )
 
 
 def refuse_shard(weight: Tensor) -> None:

@@ -111,6 +111,14 @@ def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int
         return place.graph.call_function(call, (number, other))
 
 
+def placed_before(node: fx.Node, call: Any, *args: Any) -> fx.Node:
+    """A node before ``node``, from the same place, that calls a method by its name or a function."""
+    with node.graph.inserting_before(node):
+        made = node.graph.create_node("call_method" if isinstance(call, str) else "call_function", call, args)
+    made.meta = {name: told for name, told in node.meta.items() if name != "shape"}
+    return made
+
+
 def are_distinct(ids: Tensor) -> bool:
     """Whether no label occurs twice."""
     return len(ids.unique()) == ids.numel()

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.resizing import Job, Rewrite, are_distinct
+from pdp_fx.channels.resizing import Job, Rewrite, are_distinct, placed_before
 from pdp_fx.channels.subscripts import chosen, subscript, subscript_fits, varying_axes
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.channels.written_sizes import hold_to_size, written_out
@@ -97,8 +97,7 @@ def _narrow(node: fx.Node, job: Job) -> None:
     axis, start = _arguments(node, 1, ("dim", "start"), 2)
     place = int(axis) % len(job.source.value.shape)
     if job.source.changes(place) or job.told(node):
-        if job.source.changes(place):
-            hold_to_size(node, job.source, place)
+        hold_to_size(node, job.source, place)
         first = job.source.before(place, int(job.number(start)))
         node.args, node.kwargs = (node.args[0], axis, first, job.results[0].size(place)), {}
 
@@ -135,10 +134,7 @@ def _roll(node: fx.Node, job: Job) -> None:
         node.args, node.kwargs = (node.args[0], *rolled), {}
         return
     if others:
-        with node.graph.inserting_before(node):
-            rest = node.graph.call_function(torch.roll, (node.args[0], *rolled))
-        rest.meta = dict(node.meta)
-        node.update_arg(0, rest)
+        node.update_arg(0, placed_before(node, torch.roll, node.args[0], *rolled))
     _reorder(node, job)
 
 

@@ -145,8 +145,7 @@ def subscript(node: fx.Node, job: Job) -> None:
         if isinstance(part, slice):
             start, stop, step = slice(*(job.number(bound) for bound in bounds)).indices(size)
             if step == 1:
-                if source.changes(axis):
-                    hold_to_size(node, source, axis)
+                hold_to_size(node, source, axis)
                 given = map(job.number, bounds[:2])
                 parts[place] = _between(source, axis, (start, max(stop, start)), *given)
                 continue

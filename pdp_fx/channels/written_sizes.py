@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pdp_fx.channels.resizing import Job, Kept, are_distinct
+from pdp_fx.channels.resizing import Job, Kept, are_distinct, placed_before
 
 
 @dataclass
@@ -105,29 +105,23 @@ def _holds_no_batch(part: _Part, source: Kept, view: Kept, axis: int) -> bool:
 
 
 def hold_to_size(node: fx.Node, kept: Kept, axis: int) -> None:
-    """Check before ``node`` the size of an axis of the tensor that it reads, if channels are runs along it.
+    """Check before ``node`` the size of an axis of its tensor that shrinks, if channels are runs along it.
 
     Positions along such an axis, which merges channels with pixels, are those of other channels elsewhere.
     """
+    if not kept.changes(axis):
+        return
     ids = kept.labels(axis)
     rest = ids.shape[axis] - 1
     if not bool((ids.narrow(axis, 0, rest) == ids.narrow(axis, 1, rest)).any()):
         return
     (tensor, *_) = node.all_input_nodes
-    size = _before(node, "size", tensor, axis)
+    size = placed_before(node, "size", tensor, axis)
     message = (
         f"the positions along axis {axis} of %{tensor.name} are those of channels only where it has as many "
         "entries as for the example inputs; other sizes need a model converted from example_inputs like them"
     )
-    _before(node, torch._assert, _before(node, operator.eq, size, kept.size(axis)), message)
-
-
-def _before(node: fx.Node, call: Any, *args: Any) -> fx.Node:
-    """A node before ``node``, from the same place, that calls a method by its name or a function."""
-    with node.graph.inserting_before(node):
-        made = node.graph.create_node("call_method" if isinstance(call, str) else "call_function", call, args)
-    made.meta = {name: told for name, told in node.meta.items() if name != "shape"}
-    return made
+    placed_before(node, torch._assert, placed_before(node, operator.eq, size, kept.size(axis)), message)
 
 
 def _size(node: fx.Node, source: Kept, axes: list[int], others: list[Any]) -> Any:
@@ -136,11 +130,11 @@ def _size(node: fx.Node, source: Kept, axes: list[int], others: list[Any]) -> An
     size: Any = math.prod(source.size(axis) for axis in axes if _is_line(source, axis))
     for axis in axes:
         if not _is_line(source, axis):
-            here = _before(node, "size", tensor, axis)
-            size = here if size == 1 else _before(node, operator.mul, here, size)
+            here = placed_before(node, "size", tensor, axis)
+            size = here if size == 1 else placed_before(node, operator.mul, here, size)
     for other in others:
         if isinstance(size, int) and isinstance(other, int):
             size //= other
         elif other != 1:
-            size = _before(node, operator.floordiv, size, other)
+            size = placed_before(node, operator.floordiv, size, other)
     return size
