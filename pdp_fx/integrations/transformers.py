@@ -8,6 +8,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from pdp_fx.errors import StateError
 from pdp_fx.integrations.advance import advance
 
 
@@ -17,7 +18,8 @@ class PruningCallback(TrainerCallback):
     Once after each epoch or each step of the optimizer, as the spec's schedule is written. Resuming from a
     checkpoint of the trainer resumes the schedule, which is part of the model's state. An epoch is over with
     its last step, for a checkpoint of that step is one from which the next epoch begins. The loss stays
-    yours: with `pruned_decay`, `compute_loss` adds `pdp_fx.penalty`.
+    yours: with `pruned_decay`, `compute_loss` adds `pdp_fx.penalty`. Where the trainer reads the model's
+    config, as for label smoothing, set it: ``prepared.config = model.config``.
 
     Example:
         trainer = Trainer(prepared, arguments, train_dataset=data, callbacks=[PruningCallback()])
@@ -26,6 +28,32 @@ class PruningCallback(TrainerCallback):
     def __init__(self) -> None:
         super().__init__()
         self._counted = False
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Refuse what the trainer would do to modules of the model that a graph no longer calls.
+
+        Raises:
+            StateError: the arguments ask for gradient checkpointing or for NEFTune.
+        """
+        if args.gradient_checkpointing:
+            raise StateError(
+                "a prepared model recomputes in backward what the model did when it was prepared: call "
+                "model.gradient_checkpointing_enable() before prepare, and leave gradient_checkpointing out "
+                "of the TrainingArguments"
+            )
+        if args.neftune_noise_alpha is not None:
+            raise StateError(
+                "a prepared model has the hooks that the model had when it was prepared: set "
+                "neftune_noise_alpha on model.get_input_embeddings() and register the hook of NEFTune, "
+                "transformers.integrations.neftune.neftune_post_forward_hook, there before prepare, and "
+                "leave neftune_noise_alpha out of the TrainingArguments"
+            )
 
     def on_train_begin(
         self,

@@ -14,6 +14,7 @@ from torch import fx, nn
 from pdp_fx.tracing.align import Alignment, Pair
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.functions import kept_alive
+from pdp_fx.tracing.recomputing import RECOMPUTED
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, root
 from pdp_fx.tracing.writer import Gate, Writer
 
@@ -110,7 +111,9 @@ class _Merge:
         kwargs = self._join(self._lower(in_eval.kwargs, False), self._lower(in_train.kwargs, True), owner)
         lasting = in_train.observed or in_train.random or in_train.updates
         step = in_train if lasting else in_eval
-        self._nodes[False, in_eval] = self._nodes[True, in_train] = self.writer.step(step, args, kwargs)
+        node = self.writer.step(step, args, kwargs)
+        self._nodes[False, in_eval] = self._nodes[True, in_train] = node
+        _note_recomputed(node, in_train)
 
     def _add_single(self, step: Step, training: bool, owner: str) -> None:
         self.writer.at(step.scope.path, step.source)
@@ -120,7 +123,9 @@ class _Merge:
         harmless = own and not optional and self.writer.is_harmless(step, training) and not self.gate_all
         gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(owner, training)
         self._single.add((training, step))
-        self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
+        node = self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
+        if training:
+            _note_recomputed(node, step)
 
     def _lower(self, tree: Any, training: bool) -> Any:
         """The arguments of a step of one mode, with nodes in the place of values."""
@@ -158,6 +163,11 @@ class _Merge:
             parts = [self._join(a, b, owner) for a, b in zip(in_eval, in_train, strict=True)]
             return type(in_eval)(parts)
         return self.writer.pick(in_eval, in_train, owner)
+
+
+def _note_recomputed(node: fx.Node, in_train: Step) -> None:
+    if in_train.recomputed:
+        node.meta[RECOMPUTED] = in_train.recomputed
 
 
 def _is_optional(step: Step | None) -> bool:

@@ -29,6 +29,7 @@ from pdp_fx.tracing.gradients import gradient_blocks
 from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of
 from pdp_fx.tracing.reads import called, check
+from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.source import user_frame
@@ -77,6 +78,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(nn.Module, "__call__", _module_call(recorder)),
         replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
         _autocasts(recorder),
+        noting_recomputed(recorder),
         _methods_whole(recorder),
         casting(recorder),
         gradient_blocks(recorder),
@@ -104,7 +106,7 @@ def _function_apply(recorder: Recorder) -> Callable[..., Any]:
         if recorder.inside:
             return apply.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
-            return args[0](*args[2:])
+            return run_recomputed(recorder, args)
         return recorder.guarded(recorder.function, apply_of(cls), args, {})
 
     return function_apply

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from torch import fx, nn
+from torch.fx.graph import PythonCode
 
 from pdp_fx.tracing.leaves import is_whole
+from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
@@ -55,6 +57,14 @@ class TracedModule(fx.GraphModule):
             if path in modules:
                 modules[path].training = False
         return self
+
+    def recompile(self) -> PythonCode:
+        """Generate the code of the graph, in which parts that are recomputed in backward are functions."""
+        parts = recomputed_parts(self.graph)
+        if not parts:
+            return super().recompile()
+        with self.graph.on_generate_code(lambda _: in_functions(self.graph, parts)):
+            return super().recompile()
 
     def _deepcopy_init(self) -> Callable[..., None]:
         return TracedModule.__init__

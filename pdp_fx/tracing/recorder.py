@@ -68,6 +68,7 @@ class Recorder:
         self.scope = Scope("")
         self.scopes = {self.scope}
         self._inside, self._thread = False, threading.get_ident()
+        self._recomputed, self._checkpoints = 0, 0
         self.failures = Failures(model, self.paths, findings.tried)
         self.watch = Watch(model)
         self.origins = Origins(model, self.watch, self._alias)
@@ -252,12 +253,24 @@ class Recorder:
         finally:
             self._inside = before
 
+    @contextmanager
+    def recomputing(self) -> Generator[None, None, None]:
+        """Note that a call of `torch.utils.checkpoint` recomputes the steps inside the block in backward."""
+        before = self._recomputed
+        if not before:
+            self._checkpoints += 1
+            self._recomputed = self._checkpoints
+        try:
+            yield
+        finally:
+            self._recomputed = before
+
     def step(self, op: str, target: Any, args: Args, kwargs: Mapping[str, Any]) -> Step:
         """A step with its arguments encoded as values; it is not yet part of the recording."""
         dtypes = self.dtypes.followed(args, dict(kwargs), len(self.steps))
         encoded = tuple(self._encode(arg, dtypes) for arg in args)
         named = {key: self._encode(arg, dtypes) for key, arg in kwargs.items()}
-        return Step(op, target, encoded, named, self.scope, source_line())
+        return Step(op, target, encoded, named, self.scope, source_line(), recomputed=self._recomputed)
 
     def _encode(self, arg: Any, dtypes: Mapping[torch.dtype, Expr]) -> Any:
         followed = dtypes.get(arg) if isinstance(arg, torch.dtype) else None

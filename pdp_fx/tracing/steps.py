@@ -79,6 +79,7 @@ class Step:
         reads_numbers: whether it is kept whole and read numbers out of tensors.
         sized: whether the model reads a size of its result that depends on numbers.
         decides: whether it is a check of a comparison of sizes by which the model's code decided.
+        recomputed: the number, from 1, of the call of `torch.utils.checkpoint` that it is a part of; else 0.
     """
 
     op: str
@@ -98,6 +99,7 @@ class Step:
     reads_numbers: bool = False
     sized: bool = False
     decides: bool = False
+    recomputed: int = 0
 
     @property
     def called(self) -> str:

@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+    from transformers.integrations.neftune import neftune_post_forward_hook
 
     from pdp_fx.integrations.transformers import PruningCallback
 
@@ -148,3 +149,41 @@ def test_checkpoints_that_cannot_be_written_are_told_at_the_start(tmp_path: Path
         warnings.filterwarnings("error", "the trainer's checkpoints")
         train(tied(), tmp_path, 1)
         train(prepared("epoch"), tmp_path, 1, save_strategy="epoch")
+
+
+@pytest.mark.parametrize("asked", [{"gradient_checkpointing": True}, {"neftune_noise_alpha": 5.0}])
+def test_what_a_trainer_would_do_to_the_modules_of_a_graph_is_refused(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(StateError, match=r"before prepare, and leave \w+ out of the TrainingArguments"):
+        train(prepared("epoch"), tmp_path, 1, **asked)
+
+
+def test_noise_and_gradient_checkpointing_that_the_model_had_before_stay(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(TINY)
+    model.gradient_checkpointing_enable()
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    inputs = {name: torch.stack([row[name] for row in examples(2)]) for name in examples(1)[0]}
+    gm = pdp_fx.prepare(model, PruneSpec(Unstructured(0.8), schedule=Schedule(1, 0.25)), inputs)
+    assert gm.code.count("torch.utils.checkpoint.checkpoint(") == TINY.num_hidden_layers
+    losses = list[Tensor]()
+    for one in (model, gm):
+        torch.manual_seed(0)
+        losses.append(one.train()(**inputs)["loss"])
+    assert torch.equal(*losses)
+    train(gm, tmp_path, 2)
+    assert sum(pruned_counts(gm)) > 0
+
+
+def test_labels_are_smoothed_with_the_config_of_the_model(tmp_path: Path) -> None:
+    inputs = {
+        name: torch.stack([row[name] for row in examples(2)]) for name in ("input_ids", "attention_mask")
+    }
+    model = BertForSequenceClassification(TINY)
+    gm = pdp_fx.prepare(model, PruneSpec(Unstructured(0.8), schedule=Schedule(1, 0.25)), inputs)
+    vars(gm)["config"] = model.config
+    train(gm, tmp_path, 2, label_smoothing_factor=0.1)
+    assert sum(pruned_counts(gm)) > 0
