@@ -5,6 +5,7 @@ A graph of a wrapped model would leave the wrapper out, and `convert` would lose
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -78,13 +79,18 @@ def _changed(module: nn.Module) -> bool:
 
 @contextmanager
 def _uncast(compiled: bool) -> Generator[None, None, None]:
-    """Let blocks of autocast do nothing: they say how a model runs, not what it computes."""
+    """Let blocks of autocast in this thread do nothing: they say how a model runs, not what it computes."""
+    enter, leave, thread = torch.autocast.__enter__, torch.autocast.__exit__, threading.get_ident()
+
+    def is_here() -> bool:
+        return threading.get_ident() == thread
+
     # A compiled model would not see it, and needs no compiling for one run.
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with (
         ALONE,
-        replaced(torch.autocast, "__enter__", lambda self: self),
-        replaced(torch.autocast, "__exit__", lambda self, *error: None),
+        replaced(torch.autocast, "__enter__", lambda self: self if is_here() else enter(self)),
+        replaced(torch.autocast, "__exit__", lambda self, *err: None if is_here() else leave(self, *err)),
         eager,
     ):
         yield

@@ -607,6 +607,26 @@ def test_another_forward_set_on_a_model_is_refused_if_it_computes_more(wrapped: 
     assert difference(whole.eval(), converted, x) <= 1e-5
 
 
+def test_autocast_of_other_threads_stays_while_a_model_is_compared() -> None:
+    model, x = net("mlp")
+    prepared = pruned(model, Unstructured(0.5), x)
+    forward, seen = prepared.forward, list[torch.dtype]()
+
+    def elsewhere() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+
+    def beside(x: Tensor) -> Tensor:
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        return forward(x)
+
+    vars(prepared)["forward"] = beside
+    pdp_fx.convert(prepared)
+    assert seen == [torch.bfloat16] * len(seen) != []
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_running_statistics_that_became_nan_are_refused(broken: float) -> None:
     model, x = net("conv")
