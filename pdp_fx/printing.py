@@ -20,8 +20,9 @@ from pdp_fx.policy import MILLION, MaskPolicy, NMPolicy
 from pdp_fx.pruner import find_all, find_one, refuse_empty, units_pruned
 from pdp_fx.trace import trace
 from pdp_fx.tracing.examples import ExampleInputs
+from pdp_fx.tracing.recomputing import recomputed_parts
 
-HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "source")
+HEADERS = ("node", "does", "reads", "shape", "channels", "mask", "recomputed", "source")
 NEEDED = 3
 """How many of the first columns are always shown; the others are shown if they are not empty."""
 
@@ -47,7 +48,8 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
     """The graph as a table: node, what it does, what it reads, shape, channel group, mask, source line.
 
     Names and order are those of the graph. The nodes that compute or apply a mask are marked with a star,
-    and the mask column says how much they prune now; of other nodes it says what they read masked.
+    and the mask column says how much they prune now; of other nodes it says what they read masked. Nodes that
+    are recomputed in backward have the number of their part.
     """
     if find_all(model):
         model = find_one(model, "print_graph")[0]
@@ -55,7 +57,10 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     inputs = normalised(example_inputs)
     measured = {} if inputs is None else shapes(gm, matching(inputs, gm))
-    rows = [_row(gm, node, measured) for node in gm.graph.nodes]
+    parts = dict[int, str]()
+    for number, part in enumerate(recomputed_parts(gm.graph), 1):
+        parts |= dict.fromkeys(part, str(number))
+    rows = [_row(gm, node, measured, parts.get(place, "")) for place, node in enumerate(gm.graph.nodes)]
     used = [index for index in range(len(HEADERS)) if index < NEEDED or any(row[index] for row in rows)]
     return tabulate(
         [[row[index] for index in used] for row in rows],
@@ -65,7 +70,7 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
     )
 
 
-def _row(gm: fx.GraphModule, node: fx.Node, measured: dict[str, Shape]) -> tuple[str, ...]:
+def _row(gm: fx.GraphModule, node: fx.Node, measured: dict[str, Shape], part: str) -> tuple[str, ...]:
     shape = measured.get(node.name) or _shape(gm, node)
     return (
         node.name,
@@ -74,6 +79,7 @@ def _row(gm: fx.GraphModule, node: fx.Node, measured: dict[str, Shape]) -> tuple
         "x".join(str(size) for size in shape),
         str(node.meta.get("group", "")),
         _mask_text(gm, node),
+        part,
         "" if node.op == "placeholder" else str(node.meta.get("source", "")),
     )
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 import pdp_fx
 from pdp_fx import PruneSpec, Schedule
+from pdp_fx.printing import graph_text
 from pdp_fx.spec import Rule
 from pdp_fx.trace import trace
 from tests.tracing.checks import exact
@@ -199,3 +200,17 @@ def test_eval_mode_is_the_models() -> None:
     with torch.no_grad():
         assert torch.equal(gm(x), model(x))
     assert torch.equal(gm(x), model(x))
+
+
+def test_the_printed_graph_numbers_the_parts() -> None:
+    gm = prepared(Saves(), RULES["unstructured"])
+    lines = graph_text(gm).splitlines()
+    start = lines[0].index("recomputed")
+    numbers = {line.split()[0]: line[start : start + 10].strip() for line in lines[2:]}
+    assert [numbers[name] for name in ("stem", "blocks_0_wide", "blocks_2_narrow", "head")] == [
+        "",
+        "1",
+        "3",
+        "",
+    ]
+    assert "recomputed" not in graph_text(prepared(Saves(recomputes=False), RULES["unstructured"]))
