@@ -57,10 +57,10 @@ def graph_text(model: nn.Module, example_inputs: ExampleInputs | None = None) ->
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     inputs = normalised(example_inputs)
     measured = {} if inputs is None else shapes(gm, matching(inputs, gm))
-    parts = dict[int, str]()
+    parts = dict[fx.Node, str]()
     for number, part in enumerate(recomputed_parts(gm.graph), 1):
-        parts |= dict.fromkeys(part, str(number))
-    rows = [_row(gm, node, measured, parts.get(place, "")) for place, node in enumerate(gm.graph.nodes)]
+        parts |= dict.fromkeys(part.inside, str(number))
+    rows = [_row(gm, node, measured, parts.get(node, "")) for node in gm.graph.nodes]
     used = [index for index in range(len(HEADERS)) if index < NEEDED or any(row[index] for row in rows)]
     return tabulate(
         [[row[index] for index in used] for row in rows],

@@ -7,7 +7,7 @@ to the last of one call into a function, and calls it through `checkpoint`.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -50,61 +50,106 @@ def run_recomputed(recorder: Recorder, args: Sequence[Any]) -> Any:
         return args[0](*args[2:])
 
 
-def recomputed_parts(graph: fx.Graph) -> list[range]:
-    """The positions of the nodes of each part that is recomputed in backward; the parts do not overlap."""
-    parts: dict[int, range] = {}
-    for place, node in enumerate(graph.nodes):
+class Part(NamedTuple):
+    """What one call of `checkpoint` recomputes.
+
+    Attributes:
+        places: the positions of all nodes from its first to its last.
+        first: those of these nodes that are computed before it and kept.
+        inside: those that are recomputed.
+    """
+
+    places: range
+    first: list[fx.Node]
+    inside: list[fx.Node]
+
+
+def recomputed_parts(graph: fx.Graph) -> list[Part]:
+    """The parts of a graph that are recomputed in backward, in order; they do not overlap."""
+    nodes, found = list(graph.nodes), dict[int, range]()
+    for place, node in enumerate(nodes):
         number = node.meta.get(RECOMPUTED)
         if number is not None:
-            parts[number] = range(parts[number].start if number in parts else place, place + 1)
+            found[number] = range(found[number].start if number in found else place, place + 1)
     joined: list[range] = []
-    for part in sorted(parts.values(), key=lambda part: part.start):
-        if joined and part.start < joined[-1].stop:
-            part = range(joined.pop().start, max(part.stop, joined[-1].stop))
-        joined.append(part)
-    return joined
+    for places in sorted(found.values(), key=lambda places: places.start):
+        if joined and places.start < joined[-1].stop:
+            last = joined.pop()
+            places = range(last.start, max(places.stop, last.stop))
+        joined.append(places)
+    of_parameters = _of_parameters(nodes) if joined else set[fx.Node]()
+    return [Part(places, *_divided(nodes[places.start : places.stop], of_parameters)) for places in joined]
 
 
-def in_functions(graph: fx.Graph, parts: Sequence[range]) -> Callable[[list[str]], list[str]]:
+def in_functions(graph: fx.Graph, parts: Sequence[Part]) -> Callable[[list[str]], list[str]]:
     """What turns the lines that fx generates for the graph into lines with a function for each part."""
     nodes = list(graph.nodes)
 
     def rewritten(body: list[str]) -> list[str]:
         starts = [i for i, text in enumerate(body) if text.startswith(_MARK)]
-        before, lines = body[: starts[0]], _by_node(body, starts)
-        done = 0
-        for number, part in enumerate(parts, 1):
-            before += [text for place in range(done, part.start) for text in lines[place]]
-            before += _function(f"recomputed_{number}", nodes, part, lines)
-            done = part.stop
-        return before + [text for place in range(done, len(nodes)) for text in lines[place]]
+        lines = dict(zip(nodes, _between(body, starts), strict=True))
+        written, done = body[: starts[0]], 0
+        for number, (places, first, inside) in enumerate(parts, 1):
+            written += [text for node in [*nodes[done : places.start], *first] for text in lines[node]]
+            written += _function(f"recomputed_{number}", inside, nodes[places.stop :], lines)
+            done = places.stop
+        return written + [text for node in nodes[done:] for text in lines[node]]
 
     return rewritten
 
 
-def _by_node(body: list[str], starts: list[int]) -> list[list[str]]:
+def _between(body: list[str], starts: list[int]) -> list[list[str]]:
     return [body[start:stop] for start, stop in zip(starts, [*starts[1:], len(body)], strict=True)]
 
 
-def _function(name: str, nodes: list[fx.Node], part: range, lines: list[list[str]]) -> list[str]:
+def _of_parameters(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The reads of parameters and buffers, and what is computed from them alone, but for recomputed steps."""
+    found = set[fx.Node]()
+    for node in nodes:
+        sources, calls = node.all_input_nodes, node.op in ("call_module", "call_function")
+        computed = calls and RECOMPUTED not in node.meta and bool(sources) and found.issuperset(sources)
+        if node.op == "get_attr" or computed:
+            found.add(node)
+    return found
+
+
+def _divided(part: list[fx.Node], of_parameters: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes of a part that are computed before it and kept, and the others.
+
+    What passes have added for parameters alone is not recomputed: masks are found once in a step, and what
+    `pdp_fx.step` changes before the backward pass does not reach it. A node stays behind one that is
+    recomputed and reads the same, for it may change that.
+    """
+    first, others, read = list[fx.Node](), list[fx.Node](), set[object]()
+    for node in part:
+        sources = {one.target if one.op == "get_attr" else one for one in node.all_input_nodes}
+        if node in of_parameters and read.isdisjoint(sources):
+            first.append(node)
+        else:
+            others.append(node)
+            read |= sources
+    return first, others
+
+
+def _function(
+    name: str, inside: list[fx.Node], later: list[fx.Node], lines: dict[fx.Node, list[str]]
+) -> list[str]:
     """The definition of a function of some nodes, and its call.
 
     What the nodes read becomes its arguments, what later nodes read is what it returns.
     """
-    inside = set(nodes[part.start : part.stop])
-    rest = nodes[part.stop :]
-    given = list(dict.fromkeys(n for node in nodes[part.start : part.stop] for n in node.all_input_nodes))
-    given = [node for node in given if node not in inside]
-    used = {n for node in rest for n in node.all_input_nodes}
-    made = [repr(node) for node in nodes[part.start : part.stop] if node in used]
+    own = set(inside)
+    given = list(dict.fromkeys(read for node in inside for read in node.all_input_nodes if read not in own))
+    used = {read for node in later for read in node.all_input_nodes}
+    arguments = [repr(node) for node in given]
+    made = ", ".join(repr(node) for node in inside if node in used)
     freed = [repr(node) for node in given if node not in used]
-    text = "".join(line for place in part for line in lines[place])
-    arguments, results = [repr(node) for node in given], ", ".join(made)
+    text = "".join(line for node in inside for line in lines[node])
     call = f"torch.utils.checkpoint.checkpoint({', '.join([name, *arguments])}, use_reentrant = False)"
     return [
         f"def {name}({', '.join(arguments)}):\n",
         *(f"    {line}\n" for line in text.split("\n") if line),
-        f"    return {results}\n",
-        f"{results} = {call}" if made else call,
+        f"    return {made}\n",
+        f"{made} = {call}" if made else call,
         f";  {' = '.join([*freed, 'None'])}\n" if freed else "\n",
     ]

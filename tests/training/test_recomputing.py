@@ -4,7 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import pdp_fx
-from pdp_fx import PruneSpec, Schedule
+from pdp_fx import PruneSpec, Schedule, Unstructured, WeightPolicy
 from pdp_fx.printing import graph_text
 from pdp_fx.spec import Rule
 from pdp_fx.trace import trace
@@ -55,6 +55,24 @@ class Saves(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+recompute: Any = partial(checkpoint, use_reentrant=False)
+
+
+def parts(gm: fx.GraphModule) -> int:
+    return gm.code.count("torch.utils.checkpoint.checkpoint(")
+
+
+class Calls(nn.Module):
+    """A layer, called in the way that a test asks for."""
+
+    def __init__(self, how: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.layer, x)
+
+
 def prepared(model: nn.Module, rule: Rule) -> fx.GraphModule:
     """The model in the middle of its ramp."""
     spec = PruneSpec(rule, schedule=Schedule(0, 0.5))
@@ -94,13 +112,75 @@ def test_a_prepared_model_recomputes_what_the_model_recomputes(rule: Rule, reent
     (found, kept), (wanted, kept_by_plain) = trained(gm, images), trained(plain, images)
     assert_equal(found, wanted)
     masked = sum(parameter.numel() for parameter in gm.parameters() if parameter.ndim > 1)
-    # What stands before the first layer of a part, its masked weight, is kept.
-    assert kept <= by_model + 2 * masked < kept_by_plain / 2
+    assert kept <= by_model + 3 * masked < kept_by_plain / 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_batch_norm_that_counts_its_batch_twice_does_so_in_the_graph(reentrant: bool) -> None:
     exact(Saves(reentrant=reentrant), torch.randn(4, 3, 8, 8).requires_grad_())
+
+
+@every_rule
+def test_a_step_between_forward_and_backward_does_not_reach_what_is_recomputed(rule: Rule) -> None:
+    images = torch.randn(4, 3, 8, 8)
+    gm, other = prepared(Saves(), rule), prepared(Saves(), rule)
+    found = list[list[Tensor | None]]()
+    for model, steps in ((gm, False), (other, True)):
+        torch.manual_seed(1)
+        loss = model(images).square().sum()
+        if steps:
+            pdp_fx.step(model)
+        loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for one, wanted in zip(*found, strict=True):
+        assert one is wanted is None or torch.equal(cast(Tensor, one), cast(Tensor, wanted))
+
+
+class Counts(WeightPolicy):
+    """Counts its calls in training."""
+
+    calls = 0
+
+    def soft(self, weight: Tensor) -> Tensor:
+        Counts.calls += 1
+        return 1 * weight
+
+
+def test_masks_are_computed_once() -> None:
+    model = Saves()
+    spec = PruneSpec(Unstructured(0.5, policy=Counts), schedule=Schedule(0, 0.5))
+    gm = pdp_fx.prepare(model, spec, torch.randn(2, 3, 8, 8))
+    Counts.calls = 0
+    trained(gm, torch.randn(2, 3, 8, 8))
+    assert Counts.calls == sum(type(module) is Counts for module in gm.modules()) == 8
+
+
+def writes_to_its_weight(layer: nn.Linear, x: Tensor) -> Tensor:
+    def norms(x: Tensor) -> Tensor:
+        if layer.training:
+            with torch.no_grad():
+                layer.weight.div_(layer.weight.norm())
+        return layer(x)
+
+    return recompute(norms, x)
+
+
+def test_a_mask_sees_what_a_part_writes_to_its_weight() -> None:
+    x = torch.randn(3, 4)
+    gm = pdp_fx.prepare(
+        Calls(writes_to_its_weight), PruneSpec(Unstructured(0.5), schedule=Schedule(0, 0.5)), x
+    )
+    pdp_fx.step(gm)
+    with torch.no_grad():
+        gm.get_parameter("layer.weight").mul_(100)
+    whole = copy.deepcopy(gm)
+    for node in whole.graph.nodes:
+        node.meta.pop("recomputed", None)
+    whole.recompile()
+    assert parts(gm) == 1
+    assert parts(whole) == 0
+    with torch.no_grad():
+        assert torch.equal(gm(x), whole(x))
 
 
 @every_rule
@@ -131,21 +211,6 @@ def test_compiled_models_recompute_in_one_graph() -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
-def parts(gm: fx.GraphModule) -> int:
-    return gm.code.count("torch.utils.checkpoint.checkpoint(")
-
-
-class Calls(nn.Module):
-    """A layer, called in the way that a test asks for."""
-
-    def __init__(self, how: Callable[[nn.Linear, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.how = nn.Linear(4, 4), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.how(self.layer, x)
-
-
 def nested(layer: nn.Linear, x: Tensor) -> Tensor:
     def inner(x: Tensor) -> Tensor:
         return layer(x).relu()
@@ -171,9 +236,6 @@ def nothing_at_all(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def by_keyword(layer: nn.Linear, x: Tensor) -> Tensor:
     return recompute(lambda x, scale: layer(x) * scale.exp(), x, scale=x)
-
-
-recompute: Any = partial(checkpoint, use_reentrant=False)
 
 
 @pytest.mark.parametrize(
