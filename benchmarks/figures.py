@@ -21,6 +21,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks import results
 from benchmarks.ablations import ABLATIONS
@@ -141,8 +142,11 @@ def draw_macs(chosen: Chosen, path: Path) -> bool:
         )
         labelled.add(name)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     shown = "   ".join(f"{mark.shown} {block}" for block, mark in marks.items())
-    axes.set_xlabel(f"e6 multiply-accumulates   {shown}")
+    axes.set_xlabel(f"million multiply-accumulates   {shown}")
     axes.set_ylabel("accuracy with hard masks, %")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     return _saved(figure, path, True, legend=False)
