@@ -30,7 +30,15 @@ from pdp_fx.ops.threshold import compute_dtype
 BLOCK = 1 << 16
 """How many weights the backward pass works on at a time, so that what is between stays in the cache."""
 
-FAINT = -37.0
+
+def _faint() -> float:
+    """`FAINT`, for functions that `torch.compile` traces: with ``dynamic=True`` it takes global floats for
+    variables, and in an autograd function it fails on them.
+    """
+    return -37.0
+
+
+FAINT = _faint()
 """Where x is less, m would be less than the last bit of a 1 in float64."""
 
 Temperature = float | Tensor
@@ -68,12 +76,12 @@ def soft_mask_value(weight: Tensor, threshold: Threshold, tau: Temperature) -> T
 
 def sigmoid(x: Tensor) -> Tensor:
     """The mask that belongs to x, which is 0 where x is at most `FAINT`."""
-    return torch.where(x <= FAINT, -math.inf, x).sigmoid()
+    return torch.where(x <= _faint(), -math.inf, x).sigmoid()
 
 
 def sigmoid_(x: Tensor) -> Tensor:
     """Do `sigmoid` in place, where nothing is differentiated."""
-    return torch.threshold_(x, FAINT, -math.inf).sigmoid_()
+    return torch.threshold_(x, _faint(), -math.inf).sigmoid_()
 
 
 # With a separate setup_context, every call would inspect a signature, which costs more than the mask.

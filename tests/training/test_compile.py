@@ -56,6 +56,20 @@ def test_one_graph_serves_the_whole_ramp_with_the_losses_of_eager_mode(rule: Rul
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_model_compiled_for_sizes_that_vary_has_the_losses_of_eager_mode(rule: Rule) -> None:
+    eager = prepared(rule)
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=True)
+    eager_sgd, twin_sgd = sgd(eager), sgd(twin)
+    for seed in range(6):
+        expected = training_step(eager, eager_sgd, seed)
+        assert training_step(twin, twin_sgd, seed, compiled) == pytest.approx(expected, rel=1e-5)
+    assert not counters["graph_break"]
+    assert not counters["recompiles"]
+    assert pruned_counts(twin) == pruned_counts(eager)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_evaluation_compiles_in_one_graph_for_every_ratio(rule: Rule) -> None:
     model = prepared(rule)
     optimizer = sgd(model)
