@@ -67,12 +67,15 @@ def _version(weight: Tensor) -> int | None:
 
 
 def _content(values: Values) -> Key:
-    """Checksums of the bits; like ranks they do not depend on the order of the values.
+    """Checksums of the bits, and the sum of the values.
 
     If all float64 values are doubled, each changes the sum of 64-bit words by 2 ** 52, and these changes may
-    add up to 0 modulo 2 ** 64; the sum of 32-bit halves shows them.
+    add up to 0 modulo 2 ** 64; the sum of 32-bit halves shows them. If as many are doubled as are halved, the
+    changes of all bits may cancel, but not those of the values.
     """
     whole = values.size - values.size % 2
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(values.sum())
     words = values[:whole].view(np.uint64)
     halves = int(values.view(np.uint32).sum(dtype=np.uint64)) if values.itemsize == 8 else 0
     return (
@@ -82,4 +85,5 @@ def _content(values: Values) -> Key:
         halves,
         int(np.bitwise_xor.reduce(words)),
         values[whole:].tobytes(),
+        total,
     )

@@ -32,8 +32,9 @@ BLOCK = 1 << 16
 
 
 def _faint() -> float:
-    """`FAINT`, for functions that `torch.compile` traces: with ``dynamic=True`` it takes global floats for
-    variables, and in an autograd function it fails on them.
+    """Return `FAINT` to functions that `torch.compile` traces.
+
+    With ``dynamic=True`` it takes a global float for a variable, and in an autograd function it fails on one.
     """
     return -37.0
 

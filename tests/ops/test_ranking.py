@@ -180,6 +180,25 @@ def test_doubles_that_were_all_scaled_are_ranked_anew(factor: float) -> None:
         assert memory.around(weight, 2048) == before
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_which_as_many_were_doubled_as_halved_are_ranked_anew(dtype: torch.dtype) -> None:
+    for seed in range(200):
+        weight = torch.randn(8, 36, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        memory = Ranking()
+        memory.around(weight, 200)
+        weight.data[:4].mul_(2)
+        weight.data[4:].mul_(0.5)
+        assert memory.around(weight, 200) == Ranking().around(weight, 200)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_last_of_an_odd_number_of_weights_counts(dtype: torch.dtype) -> None:
+    memory, weight = Ranking(), torch.arange(-3, 4).to(dtype)
+    memory.around(weight, 6)
+    weight.data[-1] = 7.0
+    assert memory.around(weight, 6) == (3.0, 7.0)
+
+
 def by_sort(weight: Tensor, pruned: int) -> tuple[float, float]:
     ordered = weight.detach().abs().flatten().sort().values
     return float(ordered[pruned - 1]), float(ordered[pruned])
