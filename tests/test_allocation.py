@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdp_fx.allocation import allocate, most_prunable, reach_macs, rounded
+from pdp_fx.allocation import allocate, most_prunable, reach_macs, rounded, uniform_share
 from pdp_fx.errors import SpecError
 
 Layers = list[list[float]]
@@ -77,6 +77,16 @@ def test_rounding_leaves_a_multiple_where_the_layer_allows_it(
     assert 0 <= result <= most
     assert kept % round_to == 0 or result == 0
     assert result == 0 or abs(result - pruned) < round_to or kept - round_to < width - most
+
+
+@pytest.mark.parametrize(("pruned", "left"), [(4, 32), (7, 24), (9, 24), (13, 16), (30, 8)])
+def test_rounding_goes_to_the_nearest_multiple(pruned: int, left: int) -> None:
+    assert 32 - rounded(pruned, 32, 8, 31) == left
+
+
+@pytest.mark.parametrize(("size", "ratio", "gone"), [(10, 0.56, 6), (10, 0.54, 5), (9, 0.99, 8), (1, 0.9, 0)])
+def test_equal_shares_are_rounded_and_leave_one(size: int, ratio: float, gone: int) -> None:
+    assert uniform_share(size, ratio) == gone
 
 
 def linear(total: int) -> list[int]:

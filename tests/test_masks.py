@@ -70,6 +70,16 @@ def test_the_state_is_whole_numbers_that_no_cast_touches(kind: str) -> None:
     assert list(mask.state_dict()) == ["units"]
 
 
+def test_nothing_is_pruned_while_the_target_is_not_fixed() -> None:
+    mask = weight_mask()
+    mask.advance(1.0)
+    assert int(mask.count) == 0
+
+
+def test_the_count_of_a_layer_with_more_weights_than_float32_has_whole_numbers_is_exact() -> None:
+    assert int(at(weight_mask(), 2**24 + 1).count) == 2**24 + 1
+
+
 @every_mask
 def test_a_mask_says_when_its_target_is_fixed(kind: str) -> None:
     mask = MASKS[kind]()
@@ -186,6 +196,8 @@ def test_the_best_channel_of_each_part_stays() -> None:
     w = torch.arange(1.0, 7.0)[:, None].expand(6, 4).contiguous()
     mask = channel_mask(parts=((0, 1), (2, 3), (4, 5)))
     assert at(mask, 3).pruned(w).tolist() == [True, False, True, False, True, False]
+    assert mask.fewest(1) == 3
+    assert mask.fewest(4) == 4
 
 
 @pytest.mark.parametrize("tau", [TAU, Softness(0.1, relative=True)])

@@ -39,6 +39,8 @@ def model() -> nn.Module:
         nn.init.normal_(norm.bias)
         if norm.running_var is not None:
             nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        if norm.running_mean is not None:
+            nn.init.uniform_(norm.running_mean, 20.0, 30.0)
     spec = PruneSpec(Channels(0.5, policy=ScoredChannels), schedule=Schedule(1, 1.0), allocation="uniform")
     return pdp_fx.prepare(net, spec, torch.ones(2, 3, 5, 5))
 

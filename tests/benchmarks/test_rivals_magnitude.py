@@ -99,7 +99,7 @@ def feather_by_hand(w: Tensor, t: float) -> Tensor:
     return torch.tensor(flat, dtype=torch.float64).view(w.shape)
 
 
-@pytest.mark.parametrize(("ratio", "theta"), [(0.9, 1.0), (0.98, 0.5)])
+@pytest.mark.parametrize(("ratio", "theta"), [(0.9, 1.0), (0.95, 1.0), (0.96, 0.5)])
 def test_feather_thresholds_all_layers_by_one_cube_and_scales_the_pruned_gradient(
     ratio: float, theta: float
 ) -> None:
@@ -184,6 +184,17 @@ def test_acdc_ranks_all_layers_when_it_compresses_and_restarts_pruned_weights_at
     assert sum(int(mask.keep.sum()) for mask in masks) == kept
 
 
+def test_acdc_ranks_a_kept_weight_of_zero_above_those_that_are_pruned() -> None:
+    w = weight(10)
+    mask = ACDC(unstructured(w, 0.5), sparse=((1, 2), (2, 3)))
+    at([mask], [w], 1, 0.0, 3)
+    stay = mask.keep.clone()
+    with torch.no_grad():
+        w[stay.nonzero()[0]] = 0.0
+    at([mask], [w], 2, 0.0, 3)
+    assert torch.equal(mask.keep, stay)
+
+
 @pytest.mark.parametrize("epochs", [1, 2, 3, 5, 16, 120, 200])
 def test_acdc_phases_scale_and_end_sparse(epochs: int) -> None:
     found = phases(epochs)
@@ -205,6 +216,9 @@ def test_erk_follows_the_sums_of_shapes_and_caps_dense_layers() -> None:
     raw = [sum(shape) / size for shape, size in zip(shapes, sizes, strict=True)]
     assert densities[1] / densities[2] == pytest.approx(raw[1] / raw[2]) or densities[2] == 1.0
     assert erk(shapes, 1.0) == pytest.approx([1.0, 1.0, 1.0])
+    thin = erk(shapes, 0.01)
+    assert max(thin) < 1
+    assert [d / thin[0] for d in thin] == pytest.approx([each / raw[0] for each in raw])
 
 
 def test_granet_follows_its_schedules() -> None:
@@ -254,9 +268,10 @@ def test_granet_starts_layers_of_one_size_apart_with_unlike_masks() -> None:
     assert not first.keep.equal(second.keep)
 
 
-def test_granet_reaches_its_target_though_no_change_falls_on_the_end_of_the_ramp() -> None:
+@pytest.mark.parametrize("every", [7, 20])
+def test_granet_reaches_its_target_though_no_change_falls_on_the_end_of_the_ramp(every: int) -> None:
     w = weight(20, 20)
-    mask = GraNet(unstructured(w, 0.9), every=7)
+    mask = GraNet(unstructured(w, 0.9), every=every)
     for step in range(101):
         gradients(lambda: mask(w), torch.randn(20, 20, dtype=torch.float64), w)
         with torch.no_grad():

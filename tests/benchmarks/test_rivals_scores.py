@@ -56,8 +56,10 @@ def test_cs_goes_through_its_rounds_and_draws_the_ticket() -> None:
     assert betas == pytest.approx(3 * [200 ** (place / 4) for place in range(5)])
     assert betas[4] == pytest.approx(200)
     assert not bool(mask.ticket)
-    fill(mask.score)
+    drawn = fill(mask.score)
+    drawn[0, 0] = 0.0
     at([mask], [w], 15, 0.0, 20)
+    assert torch.equal(mask.score.detach(), drawn)
     assert bool(mask.ticket)
     assert CS.drawn(15, 5, 3)
     expected = w * (mask.score > 0) * (1 + math.exp(0.2))
@@ -190,6 +192,7 @@ def test_spartan_freezes_its_masks_for_the_last_fifth() -> None:
         weights[0].mul_(-3)
     at(masks, weights, 99, 0.0, 100)
     close(masks[0].train()(weights[0]), weights[0] * fixed[0])
+    assert torch.equal(masks[0].pruned(weights[0]), fixed[0] == 0)
     (grad,) = gradients(lambda: masks[0](weights[0]), torch.ones(4, 10, dtype=torch.float64), weights[0])
     close(grad, fixed[0])
 

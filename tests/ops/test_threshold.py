@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.ops.select import BLOCK
-from pdp_fx.ops.threshold import compute_dtype, threshold
+from pdp_fx.ops.threshold import compute_dtype, threshold, threshold_by_sort
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,6 +34,7 @@ def test_a_layer_keeps_at_least_one_weight() -> None:
     weight = torch.randn(7)
     assert threshold(weight, torch.tensor(7)).equal(halfway(weight, 6))
     assert threshold(weight, torch.tensor(100)).equal(halfway(weight, 6))
+    assert threshold_by_sort(weight, torch.tensor(7), torch.float32).equal(halfway(weight, 6))
     assert threshold(torch.randn(1), torch.tensor(1)) == -math.inf
 
 

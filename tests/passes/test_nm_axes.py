@@ -58,6 +58,30 @@ def test_groups_lie_along_the_input_channels_of_any_axis(forward: Literal["soft"
         assert torch.equal((groups == 0).sum(-1), torch.full(groups.shape[:-1], 2)), name
 
 
+class Far(nn.Module):
+    """A weight whose input channels lie along its last of four axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, 5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, 8) to (n, 2, 3, 5)."""
+        return torch.einsum("bi,opqi->bopq", x, self.weight)
+
+
+@pytest.mark.parametrize("forward", ["soft", "hard"])
+def test_groups_lie_along_an_axis_that_is_far_from_the_others_place(forward: Literal["soft", "hard"]) -> None:
+    torch.manual_seed(0)
+    model, x = Far().double(), torch.randn(2, 8, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, PruneSpec(NM(1, 4), schedule=Schedule(0, 1.0), forward=forward), (x,))
+    pdp_fx.step(prepared)
+    assert torch.isfinite(prepared(x)).all()
+    left = check_converted(model, prepared.eval(), [(x,)]).get_parameter("weight").detach()
+    groups, before = left.unflatten(-1, (-1, 4)), model.weight.detach().unflatten(-1, (-1, 4))
+    assert torch.equal(groups.abs().sum(-1), before.abs().amax(-1))
+
+
 class Experts(nn.Module):
     """Tokens in the order of their experts, each multiplied with the matrix of its own."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pdp_fx
-from pdp_fx import NM, Channels, PruneSpec, StateError, Unstructured
+from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured
 from pdp_fx.spec import Rule
 from tests.training.nets import RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
 from tests.training.resumable import STEPS, run
@@ -223,6 +223,27 @@ def test_a_checkpoint_of_other_channels_is_refused_once_they_are_chosen(rule: Ru
     again = prepared(rule)
     again.load_state_dict(model.state_dict())
     assert pruned_counts(again) == pruned_counts(model)
+
+
+def test_a_checkpoint_from_before_the_ramp_of_other_channels_leaves_a_model_that_converts() -> None:
+    model = prepared(Channels(ratio=0.25))
+    model.load_state_dict(prepared(Channels(ratio=0.5)).state_dict())
+    for _ in range(5):
+        pdp_fx.step(model)
+    pdp_fx.convert(model)
+
+
+@every_rule
+def test_a_checkpoint_that_is_resumed_on_another_ramp_is_at_once_where_that_ramp_is(rule: Rule) -> None:
+    longer = Schedule(start=1, epsilon=0.1, per="step")
+    model, slow, resumed = prepared(rule), prepared(rule, longer), prepared(rule, longer)
+    for _ in range(3):
+        pdp_fx.step(model)
+        pdp_fx.step(slow)
+    resumed.load_state_dict(model.state_dict())
+    assert state(resumed).share == pytest.approx(0.2)
+    for (_, mask), (_, other) in zip(state(resumed).mask_items(), state(slow).mask_items(), strict=True):
+        assert int(mask.count) == int(other.count)
 
 
 @every_rule

@@ -193,6 +193,24 @@ def test_an_average_of_the_schedule_itself_is_refused_and_can_be_mended() -> Non
 
 
 @every_rule
+def test_a_count_that_is_off_by_one_is_refused(rule: Rule) -> None:
+    model, _ = in_the_ramp(rule)
+    mask = state(model).mask_items()[0][1]
+    mask.count.sub_(1)
+    with pytest.raises(StateError, match="which is not what its schedule says"):
+        pdp_fx.convert(model)
+
+
+@every_rule
+def test_a_state_that_was_cast_and_cast_back_is_refused_though_its_counts_are_right(rule: Rule) -> None:
+    model, _ = in_the_ramp(rule)
+    for buffer in state(model).buffers():
+        buffer.copy_(buffer.float())
+    with pytest.raises(StateError, match="were averaged, cast to another type or edited"):
+        pdp_fx.convert(model)
+
+
+@every_rule
 def test_a_deep_copy_trains_on_by_itself(rule: Rule) -> None:
     model, optimizer = in_the_ramp(rule)
     twin = copy.deepcopy(model)
