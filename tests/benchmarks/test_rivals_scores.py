@@ -56,8 +56,8 @@ def test_cs_goes_through_its_rounds_and_draws_the_ticket() -> None:
     assert betas == pytest.approx(3 * [200 ** (place / 4) for place in range(5)])
     assert betas[4] == pytest.approx(200)
     assert not bool(mask.ticket)
-    drawn = fill(mask.score)
-    drawn[0, 0] = 0.0
+    fill(mask.score)[0, 0] = 0.0
+    drawn = mask.score.detach().clone()
     at([mask], [w], 15, 0.0, 20)
     assert torch.equal(mask.score.detach(), drawn)
     assert bool(mask.ticket)
