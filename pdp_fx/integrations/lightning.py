@@ -15,7 +15,9 @@ class PruningCallback(Callback):
     gradients are only accumulated do not count. Resuming from a checkpoint of the trainer resumes the
     schedule, which is part of the model's state. What is kept here is for how many epochs it was advanced:
     a checkpoint from the last batch of an epoch is older than the end of the epoch, which the trainer does
-    not come to again. The loss stays yours: with `pruned_decay`, `training_step` adds `pdp_fx.penalty`.
+    not come to again. An epoch that trains nothing, in which `StochasticWeightAveraging` renews statistics of
+    batch norm, does not count. The loss stays yours: with `pruned_decay`, `training_step` adds
+    `pdp_fx.penalty`.
 
     Example:
         trainer = Trainer(callbacks=[PruningCallback()])
@@ -25,6 +27,7 @@ class PruningCallback(Callback):
         super().__init__()
         self._steps_seen = 0
         self._epochs: int | None = None
+        self._trains = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the epochs of another training.
@@ -32,7 +35,7 @@ class PruningCallback(Callback):
         Raises:
             StateError: a callback averages whole numbers, too, and so would end up with no schedule at all.
         """
-        self._epochs = None
+        self._epochs, self._trains = None, True
         callbacks: list[Any] = vars(trainer).get("callbacks", [])
         averages = [callback for callback in callbacks if vars(callback).get("_use_buffers") is True]
         if averages:
@@ -59,13 +62,16 @@ class PruningCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Advance a schedule that counts steps, if the optimizer has made one."""
-        if trainer.global_step > self._steps_seen:
+        # The one step that ends an epoch without backward passes finds no gradients.
+        self._trains = not getattr(trainer.fit_loop, "_skip_backward", False)
+        if self._trains and trainer.global_step > self._steps_seen:
             advance(pl_module, "step")
         self._steps_seen = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance a schedule that counts epochs."""
-        self._advance_to(trainer.current_epoch + 1, pl_module)
+        if self._trains:
+            self._advance_to(trainer.current_epoch + 1, pl_module)
 
     def _advance_to(self, epochs: int, pl_module: LightningModule) -> None:
         for _ in range(0 if self._epochs is None else epochs - self._epochs):

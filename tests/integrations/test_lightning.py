@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
     from pdp_fx.integrations.lightning import PruningCallback
 
@@ -126,6 +126,20 @@ def test_no_epoch_is_lost_or_counted_twice_whenever_a_checkpoint_is_written(
     assert counter(second) == counter(whole) == 4
     for name, tensor in whole.state_dict().items():
         assert second.state_dict()[name].equal(tensor), name
+
+
+@pytest.mark.parametrize(("per", "expected"), [("epoch", 3), ("step", 12)])
+@pytest.mark.parametrize("first", [True, False])
+def test_the_epoch_that_renews_batch_norm_after_averaging_does_not_count(
+    tmp_path: Path, per: Unit, expected: int, first: bool
+) -> None:
+    module = classifier(per, epsilon=0.05)
+    callbacks = [PruningCallback(), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
+    runner = trainer(tmp_path, 3, callbacks=callbacks if first else callbacks[::-1])
+    runner.fit(module, loader())
+    assert counter(module) == expected
+    small = pdp_fx.convert(module.net)
+    torch.testing.assert_close(small(batch()[0]), module.net.eval()(batch()[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_one_callback_serves_two_trainings(tmp_path: Path) -> None:
