@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from pdp_fx.channels.mixed_views import mixed_axes
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite, are_distinct, placed_before
 from pdp_fx.channels.subscripts import chosen, subscript, subscript_fits, varying_axes
@@ -37,9 +38,7 @@ def _arguments(node: fx.Node, first: int, names: tuple[str, ...], count: int) ->
 
 def _sizes(node: fx.Node, job: Job, first: int, names: tuple[str, ...]) -> None:
     """Update the sizes that start at argument ``first``, one for each axis of the result."""
-    name = next((name for name in names if name in node.kwargs), None)
-    packed = len(node.args) == first + 1 and isinstance(node.args[first], (tuple, list))
-    given: Any = node.kwargs[name] if name else node.args[first] if packed else node.args[first:]
+    name, packed, given = _sizes_given(node, first, names)
     result = job.results[0]
     if not isinstance(given, (tuple, list)) or len(given) != len(result.value.shape):
         return
@@ -52,8 +51,30 @@ def _sizes(node: fx.Node, job: Job, first: int, names: tuple[str, ...]) -> None:
         node.args = (*node.args[:first], new) if packed else (*node.args[:first], *new)
 
 
+def _sizes_given(node: fx.Node, first: int, names: tuple[str, ...]) -> tuple[str | None, bool, Any]:
+    """The sizes that start at argument ``first``: their keyword, whether they are one argument, and they."""
+    name = next((name for name in names if name in node.kwargs), None)
+    packed = len(node.args) == first + 1 and isinstance(node.args[first], (tuple, list))
+    given: Any = node.kwargs[name] if name else node.args[first] if packed else node.args[first:]
+    return name, packed, given
+
+
+SHAPE = ("shape", "size", "sizes")
+"""The keywords of a method's sizes."""
+
+
 def _method_sizes(node: fx.Node, job: Job) -> None:
-    _sizes(node, job, 1, ("shape", "size", "sizes"))
+    _sizes(node, job, 1, SHAPE)
+
+
+def _view_varies(node: fx.Node, record: Record) -> frozenset[int]:
+    """The axes whose channels a view spreads over axes that follow other sizes."""
+    source: Any = node.args[0] if node.args else None
+    values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    _, _, given = _sizes_given(node, 1, SHAPE)
+    if len(values) != 1 or not isinstance(given, (tuple, list)):
+        return frozenset()
+    return mixed_axes(tuple(given), values[0], record)
 
 
 def _filled_sizes(node: fx.Node, job: Job) -> None:
@@ -75,6 +96,18 @@ def _unflatten(node: fx.Node, job: Job) -> None:
     behind = len(job.results[0].value.shape) - start - len(new)
     new = written_out(node, job, (*[None] * start, *new, *[None] * behind))[start : start + len(new)]
     node.args, node.kwargs = (node.args[0], axis, new), {}
+
+
+def _unflatten_varies(node: fx.Node, record: Record) -> frozenset[int]:
+    """The axes whose channels are spread over axes that follow other sizes."""
+    axis, sizes = _arguments(node, 1, ("dim", "sizes"), 2)
+    source: Any = node.args[0]
+    values = record.values.get(source.name, ())
+    if len(values) != 1 or not isinstance(axis, int) or not isinstance(sizes, (tuple, list)):
+        return frozenset()
+    shape = values[0].shape
+    place = axis % len(shape)
+    return mixed_axes((*shape[:place], *sizes, *shape[place + 1 :]), values[0], record)
 
 
 def _unflatten_module(node: fx.Node, job: Job) -> None:
@@ -227,7 +260,12 @@ def _groups(node: fx.Node, job: Job) -> None:
 
 
 _SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split, _places_fit)
-_NARROW, _PAD, _UNFLATTEN = Rewrite(_narrow, _places_fit), Rewrite(_pad, _pad_fits), Rewrite(_unflatten)
+_VIEW = Rewrite(_method_sizes, varies=_view_varies)
+_NARROW, _PAD, _UNFLATTEN = (
+    Rewrite(_narrow, _places_fit),
+    Rewrite(_pad, _pad_fits),
+    Rewrite(_unflatten, varies=_unflatten_varies),
+)
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),
@@ -236,7 +274,7 @@ _SQUEEZE, _ROLL, _SUBSCRIPT = (
 )
 
 RESIZERS: dict[Any, Rewrite] = {
-    "view": _SIZES, "reshape": _SIZES, torch.reshape: _SIZES, "expand": _SIZES, torch.broadcast_to: _SIZES,
+    "view": _VIEW, "reshape": _VIEW, torch.reshape: _VIEW, "expand": _SIZES, torch.broadcast_to: _SIZES,
     "broadcast_to": _SIZES, "new_zeros": _FILLED, "new_ones": _FILLED, "new_full": _FILLED,
     "new_empty": _FILLED, torch.empty: _FILLED, "sum_to_size": _SIZES,
     torch.zeros: _FILLED, torch.ones: _FILLED, torch.full: _FILLED, torch.chunk: _SPLIT, "chunk": _SPLIT,

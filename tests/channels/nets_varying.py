@@ -176,6 +176,33 @@ class WrittenAtPlaces(PlacesOfTable):
         return self.head(x) + y.sum(2, keepdim=True)
 
 
+class TokensNotTransposed(Chooses):
+    """Tokens are laid out as an image without being transposed back, so that channels mix with pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        b, c, h, w = x.shape
+        return self.after(x.flatten(2).transpose(1, 2).reshape(b, c, h, w))
+
+
+class PixelsNotPermuted(Chooses):
+    """Pixels of all channels, last in memory, are laid out as an image by a size of -1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        b, _, h, w = x.shape
+        return self.after(x.permute(0, 2, 3, 1).flatten(1).unflatten(1, (-1, h, w)) + x.new_zeros(b, 1, h, w))
+
+
+class BatchNotTransposed(Chooses):
+    """Channels are laid out as images of a batch, which another batch mixes otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        b, _, h, w = x.shape
+        return self.after(x.transpose(0, 1).reshape(b, -1, h, w))
+
+
 def with_order(batch: int) -> Inputs:
     """Images, and an order of eight channels."""
     return (*images()(batch), torch.randperm(8))
@@ -199,4 +226,7 @@ VARYING = (
     Construct(WritesBehindGaps, images(), removed=3, reason=OVERWRITTEN),
     Construct(PlacesOfTable, sequences(), removed=7),
     Construct(WrittenAtPlaces, sequences(), removed=7),
+    Construct(TokensNotTransposed, images(3, 2), removed=3, reason=TOLD),
+    Construct(PixelsNotPermuted, images(3, 2), removed=3, reason=TOLD),
+    Construct(BatchNotTransposed, images(), removed=3, reason=TOLD),
 )
