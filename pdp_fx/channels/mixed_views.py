@@ -8,9 +8,9 @@ model that has lost channels can mix them in the same way.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from torch import Tensor, fx
@@ -35,14 +35,15 @@ def mixed_axes(given: tuple[Any, ...], value: Labelled, record: Record) -> froze
         record: what is known of the nodes before the view.
     """
     layers = [layer for layer in value.layers if layer.support and not layer.free]
-    sizes = _completed(tuple(_number(size, record) for size in given), value.shape)
-    if not layers or sizes is None or all(isinstance(size, int) and size > 0 for size in given):
+    laid_out = _laid_out(given, value.shape, record)
+    if not layers or laid_out is None or all(isinstance(size, int) and size > 0 for size in given):
         return frozenset()
-    cuts = sorted({*_cuts(value.shape), *_cuts(sizes)})
+    shape, sizes = laid_out
+    cuts = sorted({*_cuts(shape), *_cuts(sizes)})
     aligned = all(outer % inner == 0 for inner, outer in pairwise(cuts))
     cuts = cuts if aligned else _cuts(sizes)
-    spread = [_changes(layer.ids.expand(value.shape), cuts) for layer in layers]
-    view = _View(given, sizes, value.shape, cuts, frozenset[int]().union(*spread), record)
+    spread = [_changes(layer.ids.expand(shape), cuts) for layer in layers]
+    view = _View(given, sizes, shape, cuts, frozenset[int]().union(*spread), record)
     mixed = [atoms for atoms in map(view.atoms, view.following) if not aligned or atoms <= view.labelled]
     found = [
         layer.support for layer, along in zip(layers, spread, strict=True) if any(a & along for a in mixed)
@@ -75,16 +76,22 @@ class _View:
         inner = math.prod(self.sizes[axis + 1 :])
         return frozenset(cut for cut in self.cuts if inner <= cut < inner * self.sizes[axis])
 
-    @cached_property
+    @property
     def following(self) -> list[int]:
-        """The axes of the result whose sizes follow others than that of an axis of one index, as a batch."""
+        """The axes of the result whose sizes may differ at the next call.
+
+        If only that of an axis of one index makes them differ, their channels are those of one batch.
+        """
         return [axis for axis in range(len(self.given)) if self._follows(axis) and not self._grows(axis)]
+
+    def _grows(self, axis: int) -> bool:
+        return _grown(self.given[axis], self.record) > self.sizes[axis]
 
     def _is_varying(self, axis: int) -> bool:
         return getattr(self.given[axis], "name", "") in self.record.varying
 
     def _follows(self, axis: int) -> bool:
-        """Whether the size may differ at the next call, as that of a -1 if no other makes up for pixels."""
+        """Whether a size may differ, as that of a -1 where no other size of its part follows the pixels."""
         if self.given[axis] != -1:
             return self._is_varying(axis)
         inner = math.prod(self.sizes[axis + 1 :])
@@ -95,13 +102,24 @@ class _View:
         free = [cut for cut in self.cuts if start <= cut < end and cut not in self.labelled]
         return bool(free) and not any(map(self._is_varying, others))
 
-    def _grows(self, axis: int) -> bool:
-        """Whether the size would be larger if all axes of one index had two."""
-        grown = [_grown(size, self.record) for size in self.given if size != -1]
-        if self.given[axis] != -1:
-            return _grown(self.given[axis], self.record) > self.sizes[axis]
-        whole = math.prod(2 if size == 1 else size for size in self.shape)
-        return whole > self.sizes[axis] * math.prod(grown)
+
+def _laid_out(given: tuple[Any, ...], shape: Shape, record: Record) -> tuple[Shape, Shape] | None:
+    """The shapes of a tensor and of its view if as many axes of one index as possible, as a batch, had two.
+
+    None if they are not known.
+    """
+    ones = [axis for axis, size in enumerate(shape) if size == 1]
+    sizes = tuple(_grown(size, record) for size in given)
+    now = _completed(tuple(_number(size, record) for size in given), shape)
+    if now is None:
+        return None
+    for count in range(len(ones), 0, -1):
+        for wider in combinations(ones, count):
+            grown = tuple(2 if axis in wider else size for axis, size in enumerate(shape))
+            completed = _completed(sizes, grown)
+            if completed is not None and all(map(operator.ge, completed, now)):
+                return grown, completed
+    return shape, now
 
 
 def _number(size: Any, record: Record) -> Any:
@@ -109,11 +127,13 @@ def _number(size: Any, record: Record) -> Any:
 
 
 def _completed(sizes: tuple[Any, ...], shape: Shape) -> Shape | None:
-    """The sizes with the number that -1 stands for; None if they are not all known."""
-    if not all(isinstance(size, int) for size in sizes) or 0 in shape:
+    """The sizes with the number that -1 stands for; None if they do not make up the shape."""
+    if not all(isinstance(size, int) and size for size in sizes) or 0 in shape:
         return None
-    rest = math.prod(shape) // abs(math.prod(sizes))
-    return tuple(rest if size == -1 else size for size in sizes)
+    whole, rest = math.prod(shape), abs(math.prod(sizes))
+    if whole % rest or (-1 not in sizes and whole != rest):
+        return None
+    return tuple(whole // rest if size == -1 else size for size in sizes)
 
 
 def _cuts(shape: Shape) -> list[int]:

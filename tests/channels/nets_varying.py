@@ -203,6 +203,15 @@ class BatchNotTransposed(Chooses):
         return self.after(x.transpose(0, 1).reshape(b, -1, h, w))
 
 
+class OneNotTransposed(BatchNotTransposed):
+    """The same, shown a single image, of which a batch axis of one index says nothing by itself."""
+
+
+def one_image(batch: int) -> Inputs:
+    """A single image as the example, and other batches."""
+    return images()(1 if batch == 2 else batch)
+
+
 def with_order(batch: int) -> Inputs:
     """Images, and an order of eight channels."""
     return (*images()(batch), torch.randperm(8))
@@ -229,4 +238,5 @@ VARYING = (
     Construct(TokensNotTransposed, images(3, 2), removed=3, reason=TOLD),
     Construct(PixelsNotPermuted, images(3, 2), removed=3, reason=TOLD),
     Construct(BatchNotTransposed, images(), removed=3, reason=TOLD),
+    Construct(OneNotTransposed, one_image, removed=3, reason=TOLD),
 )
