@@ -91,16 +91,21 @@ class _View:
         return getattr(self.given[axis], "name", "") in self.record.varying
 
     def _follows(self, axis: int) -> bool:
-        """Whether a size may differ, as that of a -1 where no other size of its part follows the pixels."""
+        """Whether a size may differ, as that of a -1 where no other size of its part follows the pixels.
+
+        A -1 that stands for all channels of its part is written out (`written_sizes`).
+        """
         if self.given[axis] != -1:
             return self._is_varying(axis)
         inner = math.prod(self.sizes[axis + 1 :])
         common = sorted(set(_cuts(self.shape)) & set(_cuts(self.sizes)))
         start = max(cut for cut in common if cut <= inner)
         end = min(cut for cut in common if cut >= inner * self.sizes[axis])
+        part = frozenset(cut for cut in self.cuts if start <= cut < end)
         others = [at for at in range(len(self.sizes)) if start <= math.prod(self.sizes[at + 1 :]) < end]
-        free = [cut for cut in self.cuts if start <= cut < end and cut not in self.labelled]
-        return bool(free) and not any(map(self._is_varying, others))
+        if part <= self.labelled or part & self.labelled <= self.atoms(axis):
+            return False
+        return not any(map(self._is_varying, others))
 
 
 def _laid_out(given: tuple[Any, ...], shape: Shape, record: Record) -> tuple[Shape, Shape] | None:
