@@ -35,18 +35,28 @@ def to_blame(
     """
     functions: list[Whole] = []
     while frame is not None:
-        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+        owner, name = _owner(frame), frame.f_code.co_name
         found = paths.get(id(owner))
         if found == path and name == "forward":
             break
         if found is None:
             functions += [function for function in _functions(frame) if function not in tried]
-        elif name != "forward" and _runs(getattr(getattr(owner, name, None), "__func__", None), frame.f_code):
+        elif name != "forward":
             whole = Whole(found, name)
             if whole not in tried and not name.startswith("_call_impl"):
                 return whole
         frame = frame.f_back
     return functions[-1] if functions and stores_tensors(module) else Whole(path)
+
+
+def _owner(frame: FrameType) -> nn.Module | None:
+    """The module whose method runs in a frame, whatever its first argument is called; None if none does."""
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if not isinstance(owner, nn.Module):
+        return None
+    method = getattr(getattr(owner, code.co_name, None), "__func__", None)
+    return owner if code.co_name == "forward" or _runs(method, code) else None
 
 
 def _functions(frame: FrameType) -> list[Whole]:

@@ -419,3 +419,19 @@ def test_one_run_finds_all_parts_that_decide() -> None:
             assert reason.startswith("branches on the numbers in a tensor (test_opaque.py:")
     assert runs[2] == runs[7]
     exact(DecidesOften(3), torch.randn(3, 4))
+
+
+def test_a_method_is_kept_whole_whatever_it_calls_its_module() -> None:
+    class Decided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def signed(me, x: Tensor) -> Tensor:  # noqa: N805  # pyright: ignore[reportSelfClsParameterName]
+            return x if x.sum() > 0 else -x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.signed(self.linear(x)), x, use_reentrant=False)
+
+    gm = exact(Decided(), torch.randn(2, 4).requires_grad_())
+    assert set(opaque(gm)) == {"signed"}
