@@ -111,6 +111,14 @@ class NormAndReLU(nn.BatchNorm2d):
         return functional.relu(x)
 
 
+class AlwaysOfTheBatch(nn.BatchNorm2d):
+    """Has running statistics, and never uses them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        statistics = (self.running_mean, self.running_var)
+        return functional.batch_norm(input, *statistics, self.weight, self.bias, True, 0.0, self.eps)
+
+
 OWN_LAYERS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...], bool]] = {
     "pads": (SameSize(4, 6, 3), nn.BatchNorm2d(6), IMAGE, True),
     "pads, no bias": (SameSize(4, 6, 3, bias=False), nn.BatchNorm2d(6), IMAGE, True),
@@ -120,6 +128,8 @@ OWN_LAYERS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...], bool]] = {
     "standardises": (Standardised(4, 6, 3), nn.BatchNorm2d(6), IMAGE, False),
     "norm by a function": (nn.Conv2d(4, 6, 3, bias=False), NormAndReLU(6), IMAGE, True),
     "norm without scale": (SameSize(4, 6, 3, bias=False), NormAndReLU(6, affine=False), IMAGE, True),
+    "norm with its own eps": (SameSize(4, 6, 3), NormAndReLU(6, eps=0.5), IMAGE, True),
+    "norm that never uses its statistics": (SameSize(4, 6, 3), AlwaysOfTheBatch(6), IMAGE, False),
     "norm of the batch": (SameSize(4, 6, 3), NormAndReLU(6, track_running_stats=False), IMAGE, False),
 }
 

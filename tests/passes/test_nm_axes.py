@@ -82,6 +82,26 @@ def test_groups_lie_along_an_axis_that_is_far_from_the_others_place(forward: Lit
     assert torch.equal(groups.abs().sum(-1), before.abs().amax(-1))
 
 
+class Joined(nn.Module):
+    """A product that sums over two axes of its weight, of which the first counts as its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (n, 8, 3) to (n, 5)."""
+        return torch.einsum("bnh,nho->bo", x, self.weight)
+
+
+def test_the_first_axis_that_a_product_sums_over_has_the_input_channels() -> None:
+    torch.manual_seed(0)
+    prepared = pdp_fx.prepare(Joined(), PruneSpec(NM(2, 4), schedule=Schedule(0, 1.0)), torch.randn(2, 8, 3))
+    pdp_fx.step(prepared)
+    left = pdp_fx.convert(prepared).get_parameter("weight")
+    assert bool((left.unflatten(0, (-1, 4)) == 0).sum(1).eq(2).all())
+
+
 class Experts(nn.Module):
     """Tokens in the order of their experts, each multiplied with the matrix of its own."""
 
