@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured, VerifyError, proving
-from pdp_fx.compiler import Context
+from pdp_fx.compiler import Context, Pass
 from pdp_fx.granularity import Rule
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
@@ -419,6 +419,66 @@ def test_the_mac_target_is_met_and_barely(reduction: float, allocation: Allocati
     prepared = pruned(model, at_once(Channels(mac_reduction=reduction), allocation=allocation), x)
     dense, small = macs(model), macs(pdp_fx.convert(prepared))
     assert 1 - reduction - 0.05 <= small / dense <= 1 - reduction
+
+
+class Split(nn.Module):
+    """A layer whose channels go two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Conv2d(3, 8, 1)
+        self.left, self.right = nn.Conv2d(4, 5, 1), nn.Conv2d(4, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.both(x).relu().chunk(2, 1)
+        return self.left(left) * self.right(right)
+
+
+@pytest.mark.parametrize("row", range(8))
+def test_a_channel_that_goes_takes_none_along_of_another_group(row: int) -> None:
+    torch.manual_seed(0)
+    model, x = Split(), torch.randn(2, 3, 4, 4)
+    with torch.no_grad():
+        model.both.weight[row].mul_(1e-3)
+    small = pdp_fx.convert(pruned(model, at_once(Channels(0.125), min_keep=0.0), x))
+    assert small.get_parameter("both.weight").shape[0] == 7
+    assert torch.equal(small.get_parameter("both.weight"), model.both.weight[torch.arange(8) != row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_difference_in_the_eighth_digit_is_found_in_float64(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = shake(Residual()).to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype)
+    prepared = pruned(model, at_once(Channels(0.5)), x)
+
+    def tamper(before: str, step: Pass, gm: fx.GraphModule) -> None:
+        if step.name == "fold-batch-norm":
+            with torch.no_grad():
+                gm.get_parameter("fc.weight").mul_(1 + 1e-7)
+
+    if dtype == torch.float32:
+        pdp_fx.convert(prepared, on_pass=tamper)
+    else:
+        with pytest.raises(VerifyError, match="differs from the prepared one by 1"):
+            pdp_fx.convert(prepared, on_pass=tamper)
+
+
+def test_the_difference_allowed_follows_the_rounding_up_to_a_limit() -> None:
+    assert proving.allowed_for(1e-12) == 1e-9
+    assert proving.allowed_for(1e-9) == pytest.approx(1e-8)
+    assert proving.allowed_for(1e-6) == 1e-9
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_of_either_side_that_changes_the_outputs_is_refused(before: bool) -> None:
+    model, x = net("small")
+    prepared = pruned(model, Unstructured(0.5), x)
+    if before:
+        prepared.register_forward_pre_hook(lambda _, args: tuple(2 * arg for arg in args))
+    else:
+        prepared.register_forward_hook(lambda _, args, output: 2 * output)
+    with pytest.raises(StateError, match="holds or does more than a prepared model"):
+        pdp_fx.convert(prepared)
 
 
 def test_the_mac_target_counts_what_the_ratio_of_a_layer_saves() -> None:
