@@ -422,25 +422,25 @@ def test_the_mac_target_is_met_and_barely(reduction: float, allocation: Allocati
 
 
 class Split(nn.Module):
-    """A layer whose channels go two ways."""
+    """A layer of whose channels the last four are returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.both = nn.Conv2d(3, 8, 1)
-        self.left, self.right = nn.Conv2d(4, 5, 1), nn.Conv2d(4, 5, 1)
+        self.left = nn.Conv2d(4, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.both(x).relu().chunk(2, 1)
-        return self.left(left) * self.right(right)
+        return self.left(left) * right
 
 
-@pytest.mark.parametrize("row", range(8))
-def test_a_channel_that_goes_takes_none_along_of_another_group(row: int) -> None:
+@pytest.mark.parametrize("row", range(4))
+def test_a_channel_that_goes_takes_none_along_that_stays(row: int) -> None:
     torch.manual_seed(0)
     model, x = Split(), torch.randn(2, 3, 4, 4)
     with torch.no_grad():
         model.both.weight[row].mul_(1e-3)
-    small = pdp_fx.convert(pruned(model, at_once(Channels(0.125), min_keep=0.0), x))
+    small = pdp_fx.convert(pruned(model, at_once(Channels(0.25)), x))
     assert small.get_parameter("both.weight").shape[0] == 7
     assert torch.equal(small.get_parameter("both.weight"), model.both.weight[torch.arange(8) != row])
 
@@ -473,8 +473,12 @@ def test_the_difference_allowed_follows_the_rounding_up_to_a_limit() -> None:
 def test_a_hook_of_either_side_that_changes_the_outputs_is_refused(before: bool) -> None:
     model, x = net("small")
     prepared = pruned(model, Unstructured(0.5), x)
+
+    def doubled(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (2 * args[0],)
+
     if before:
-        prepared.register_forward_pre_hook(lambda _, args: tuple(2 * arg for arg in args))
+        prepared.register_forward_pre_hook(doubled)
     else:
         prepared.register_forward_hook(lambda _, args, output: 2 * output)
     with pytest.raises(StateError, match="holds or does more than a prepared model"):
