@@ -471,16 +471,18 @@ def test_the_difference_allowed_follows_the_rounding_up_to_a_limit() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_hook_of_either_side_that_changes_the_outputs_is_refused(before: bool) -> None:
-    model, x = net("small")
-    prepared = pruned(model, Unstructured(0.5), x)
-
     def doubled(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         return (2 * args[0],)
 
+    def halved(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return output / 2
+
+    model, x = net("small")
+    prepared = pruned(model, Unstructured(0.5), x)
     if before:
         prepared.register_forward_pre_hook(doubled)
     else:
-        prepared.register_forward_hook(lambda _, args, output: 2 * output)
+        prepared.register_forward_hook(halved)
     with pytest.raises(StateError, match="holds or does more than a prepared model"):
         pdp_fx.convert(prepared)
 
