@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import pdp_fx
 from pdp_fx import PruneSpec, Schedule, ShrinkMask, SpecError, Unstructured
@@ -76,6 +77,17 @@ def test_kept_weights_get_the_whole_gradient_and_pruned_ones_half() -> None:
     mask(w).backward(torch.full((10, 10), 3.0, dtype=w.dtype))
     assert w.grad is not None
     assert torch.equal(w.grad, torch.where(mask.pruned(w), 1.5, 3.0).double())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_gradient(reentrant: bool) -> None:
+    w, mask = weight(10, 10), masked(40)
+    (expected,) = torch.autograd.grad(mask(w).square().sum(), w)
+    recomputed = checkpoint(mask, w, use_reentrant=reentrant)
+    assert isinstance(recomputed, Tensor)
+    recomputed.square().sum().backward()
+    assert w.grad is not None
+    assert w.grad.equal(expected)
 
 
 def test_a_threshold_that_is_not_read_gives_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:

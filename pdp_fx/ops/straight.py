@@ -30,4 +30,5 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (grad * ctx.saved_tensors[0] if ctx.saved_tensors else grad), None, None
+        saved = ctx.saved_tensors  # activation checkpointing lets them be read once
+        return (grad * saved[0] if saved else grad), None, None
