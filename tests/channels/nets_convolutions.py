@@ -374,9 +374,34 @@ class CircularPaddingOfChannels(nn.Module):
         return self.head(self.round(self.stem(x)))
 
 
+class LogSigmoidBeforeConv(nn.Module):
+    """An activation that is never 0, by an operation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.logsigmoid(self.first(x)))
+
+
+class DepthwiseOnInput(nn.Module):
+    """Kernels of the input's own channels; what the next layer makes of them can go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Conv2d(3, 6, 3, groups=3)
+        self.inner, self.outer = nn.Conv2d(6, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(self.each(x).relu()).relu())
+
+
 CONVOLUTIONS = (
     Construct(ConvBnRelu, images(), removed=4),
     Construct(ConvBias, images(), removed=4),
+    Construct(LogSigmoidBeforeConv, images(), removed=4),
+    Construct(DepthwiseOnInput, images(), removed=4),
     Construct(SigmoidBeforePaddedConv, images(), removed=4),
     Construct(SigmoidBeforeDepthwise, images(), removed=8),
     Construct(NormWithoutAffine, images(), removed=4),
