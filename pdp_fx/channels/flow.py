@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow, written_by
 from pdp_fx.channels.in_place import fills_with_zero, out_of_place
-from pdp_fx.channels.labels import Layer, Reason, Slot, origins, shaped
+from pdp_fx.channels.labels import Layer, Reason, Slot, is_between_others, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized, StandIn
 from pdp_fx.channels.stored import Stored
 from pdp_fx.tracing.structure import flat_tensors
@@ -27,6 +27,9 @@ aten = torch.ops.aten
 
 Rule = Callable[[Call, "LabelFlow"], None]
 """Says what an operation that has run does to labels."""
+
+APART = "give the function the axes themselves, not one axis that they were flattened to"
+"""What to do if statistics run over one axis of a batch, channels and pixels."""
 
 RULES: dict[torch._ops.OpOverloadPacket | str, Rule] = {}
 
@@ -290,6 +293,9 @@ class LabelFlow(TorchDispatchMode):
     def normalise(self, layer: Layer, axis: int, why: str, gated: bool) -> bool:
         """Note that statistics run over this layer's channels; freeze them if the node can take no mask.
 
+        A mask lies along the axis as on the example inputs. If a batch and pixels were flattened to one axis
+        with the channels, others may lie otherwise along an axis of the same length.
+
         Args:
             layer: the channels.
             axis: the axis that the statistics run over.
@@ -300,6 +306,9 @@ class LabelFlow(TorchDispatchMode):
             Whether the node will be given a mask.
         """
         elsewhere = any(site.axis != axis for site in self.norms_here())
+        if is_between_others(layer.ids.reshape(-1)):
+            self.freeze(layer.ids, f"{why}, and what lies before and behind them is on the same axis", APART)
+            return False
         if self.masks_norm and layer.support == frozenset({axis}) and not elsewhere:
             ids = layer.ids.reshape(-1)
             self.record.norms.append(NormSite(self.node, axis, ids, gated, self.source, why))

@@ -127,6 +127,16 @@ def shaped(vector: Tensor, axis: int, ndim: int) -> Tensor:
     return vector.reshape(shape)
 
 
+def is_between_others(line: Tensor) -> bool:
+    """Whether labels repeat one by one and as a whole: what lies before and behind them is on their axis."""
+    values, counts = torch.unique_consecutive(line, return_counts=True)
+    count = len(values.unique())
+    again = values.reshape(-1, count) if len(values) % count == 0 else values[None]
+    return len(again) > 1 and bool(
+        (counts == counts[0]).all() & (counts > 1).all() & (again == again[0]).all()
+    )
+
+
 class Ties:
     """All labels of a run, the pairs that are tied, and the labels that must stay.
 

@@ -61,7 +61,7 @@ def masked_layer_norm(
         scaled = centred * torch.rsqrt((centred.square() * share).sum(-1, keepdim=True) + eps)
         return _affine(scaled, weight, bias, mask).to(_dtype_of(plain, input, input.ndim - 1))
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, input.shape[-1], plain, masked)
 
 
 def masked_rms_norm(
@@ -88,7 +88,7 @@ def masked_rms_norm(
         scaled = wide * torch.rsqrt((wide.square() * share).sum(-1, keepdim=True) + floor)
         return _affine(scaled, weight, None, mask).to(_dtype_of(plain, input, input.ndim - 1))
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, input.shape[-1], plain, masked)
 
 
 def masked_group_norm(
@@ -128,7 +128,7 @@ def masked_group_norm(
         back = scaled.reshape(input.shape).movedim(1, -1)
         return _affine(back, weight, bias, mask).movedim(-1, 1).to(_dtype_of(plain, input, 1))
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, input.shape[1], plain, masked)
 
 
 def masked_mean(
@@ -164,7 +164,7 @@ def masked_mean(
         mean = torch.mean(product, dim, keepdim) if axes else torch.mean(product)
         return mean.to(input.dtype if dtype is None else dtype)
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, input.shape[axis], plain, masked)
 
 
 def masked_var(
@@ -196,7 +196,7 @@ def masked_var(
     def masked() -> Tensor:
         return _variance(input, dim, off, keepdim, mask, axis).to(input.dtype)
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, input.shape[axis], plain, masked)
 
 
 def masked_std(
@@ -219,7 +219,7 @@ def masked_std(
         var = _variance(input, dim, off, keepdim, mask, axis)
         return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt()).to(input.dtype)
 
-    return _choose(mask, plain, masked)
+    return _choose(mask, input.shape[axis], plain, masked)
 
 
 def _correction(dim: Axes | bool, unbiased: bool, correction: float | None) -> tuple[Axes, float]:
@@ -239,8 +239,20 @@ def _variance(input: Tensor, dim: Axes, off: float, keepdim: bool, mask: Tensor,
     return (centred.square() * heavy).sum(over, keepdim) / (count - off).clamp(min=0)
 
 
-def _choose(mask: Tensor, plain: Callable[[], Tensor], masked: Callable[[], Tensor]) -> Tensor:
-    """The result of ``plain`` if all masks are 1, so that a mask that prunes nothing changes no bit."""
+def _choose(mask: Tensor, length: int, plain: Callable[[], Tensor], masked: Callable[[], Tensor]) -> Tensor:
+    """The result of ``plain`` if all masks are 1, so that a mask that prunes nothing changes no bit.
+
+    Args:
+        mask: the mask.
+        length: how long the axis of the channels is; also ``plain`` takes no other than that of the mask.
+        plain: the function itself.
+        masked: the function of masked channels.
+    """
+    torch._assert(
+        length == mask.numel(),
+        f"statistics run over an axis of {mask.numel()} entries, channels among them, and here it has "
+        f"{length}; for other sizes, train with example_inputs like them, or average over the axes apart",
+    )
     if readable(mask.detach()):
         return plain() if bool((mask == 1).all()) else masked()
     return torch.where((mask == 1).all(), plain(), masked())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.channels.construct import Construct, images, sequences, signals
+from tests.channels.construct import Construct, conv_bn, images, sequences, signals
 from tests.channels.nets_refusals import RmsNormByHand, RmsNormStream
 
 
@@ -232,6 +232,18 @@ class MeanOfEverything(nn.Module):
         return self.head(x), x.square().mean(), torch.mean(x, dtype=torch.float64)
 
 
+class MeanOfFlattened(nn.Module):
+    """An image less the mean over one axis of the batch, the channels and the pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.head = conv_bn(3, 8), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        return self.head(F.relu(self.inner(x - x.flatten().mean())))
+
+
 class Straight(torch.autograd.Function):
     """Rounds, and has the gradient of something that does not."""
 
@@ -387,6 +399,7 @@ NORMS = (
     Construct(GroupNormOfTorch, sequences(), removed=4),
     Construct(AxesOfNumbers, sequences(), removed=4),
     Construct(MeanOfEverything, sequences(), removed=4),
+    Construct(MeanOfFlattened, images(), removed=3, reason="before and behind them is on the same axis"),
     Construct(AutogradFunction, sequences(), removed=4),
     Construct(AutogradFunctionAlways, sequences(), removed=4),
     Construct(AutogradFunctionViews, sequences(), removed=4),

@@ -168,3 +168,10 @@ def test_a_deviation_of_nothing_has_no_gradient() -> None:
     assert mask.grad is not None
     assert not x.grad.any()
     assert not mask.grad.any()
+
+
+@pytest.mark.parametrize("masked", [mean, var, layer, rms, group])
+def test_an_axis_of_another_length_is_refused_before_anything_is_pruned(masked: Any) -> None:
+    mask = torch.ones(8, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="an axis of 8 entries, .* here it has 12"):
+        masked(some(3, 12), some(12), some(12), mask)
