@@ -119,23 +119,30 @@ class InOrder(TorchDispatchMode):
         return first.copy_(ordered) if result is ordered else result
 
 
-def rounding_effect(gm: fx.GraphModule, inputs: Inputs) -> float:
+def rounding_effect(gm: fx.GraphModule, inputs: Inputs, labels: bool = True, roundings: int = 1) -> float:
     """How far the eval outputs move if every product is rounded differently, relative to their scale.
 
     Removing channels changes the order in which products are summed up, and so their last bits. A model that
     amplifies these bits cannot be compared more closely than this.
+
+    Args:
+        gm: a prepared model.
+        inputs: what to run it on.
+        labels: as in `relative_difference`.
+        roundings: by how many roundings each product is moved.
     """
     outputs = eval_outputs(gm, inputs)
-    with Rounded():
+    with Rounded(roundings):
         moved = eval_outputs(gm, inputs)
-    return relative_difference(moved, outputs)
+    return relative_difference(moved, outputs, labels)
 
 
 class Rounded(TorchDispatchMode):
-    """Moves the results of products up or down by one rounding, at random but alike in every run."""
+    """Moves the results of products up or down by some roundings, at random but alike in every run."""
 
-    def __init__(self) -> None:
+    def __init__(self, roundings: int = 1) -> None:
         super().__init__()
+        self.roundings = roundings
         self.generator = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(
@@ -144,7 +151,7 @@ class Rounded(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS and result.is_floating_point():
             up = torch.randint(0, 2, result.shape, generator=self.generator, device="cpu").to(result)
-            result = result * (1 + torch.finfo(result.dtype).eps * (2 * up - 1))
+            result = result * (1 + self.roundings * torch.finfo(result.dtype).eps * (2 * up - 1))
         return result
 
 

@@ -113,8 +113,10 @@ def _proved_by_twin(gm: fx.GraphModule, dtype: torch.dtype, on_pass: OnPass | No
 
     Rounding in the model's dtype can exceed the tolerance; in float64 it cannot, so a difference there proves
     an error. The tolerance in the model's own dtype is then the effect of rounding on the prepared model, and
-    labels need not be equal, since rounding decides between equally likely ones. A model that cannot run in
-    float64, because it creates tensors of a fixed dtype, is checked with a looser tolerance alone.
+    labels need not be equal, since rounding decides between equally likely ones. By chance the prepared model
+    may order equal boxes as its twin does; in float32, where nothing better is left, larger roundings are
+    tried, too. A model that cannot run in float64, because it creates tensors of a fixed dtype, is checked
+    with a looser tolerance alone.
 
     Raises:
         VerifyError: the twins differ, or rounding moves the converted model much more than the prepared one.
@@ -128,25 +130,32 @@ def _proved_by_twin(gm: fx.GraphModule, dtype: torch.dtype, on_pass: OnPass | No
     except (PdpError, RuntimeError, TypeError) as err:
         logger.info("convert was checked in %s only: the model cannot run in float64: %s", dtype, err)
         return _converted(_copy(gm), loose, on_pass)
-    tolerance = max(loose, AMPLIFIED * _rounding_of(gm, twin))
+    tolerance = max(loose, AMPLIFIED * _rounding_of(gm, twin, dtype))
+    better = torch.float64 if dtype == torch.float32 else torch.float32
     try:
         return _converted(_copy(gm), min(tolerance, sys.float_info.max), on_pass, labels=False)
     except VerifyError as err:
         raise VerifyError(
             f"{err}. In float64 it gives the same, so it is the rounding of {dtype} that spoils it: convert "
-            "the model in float32, and cast what convert gives"
+            f"the model in {str(better).removeprefix('torch.')}, and cast what convert gives"
         ) from err
 
 
-def _rounding_of(gm: fx.GraphModule, twin: fx.GraphModule) -> float:
-    """How far the prepared model is from its float64 twin, relative to the scale of the output."""
+def _rounding_of(gm: fx.GraphModule, twin: fx.GraphModule, dtype: torch.dtype) -> float:
+    """How far the prepared model is from its float64 twin, relative to the scale of the output.
+
+    In float32 also how far it moves by `AMPLIFIED` roundings of every product, if that is more.
+    """
     given = cast(Pruner, gm.get_submodule(CHILD)).example_inputs
     if given is None:
         return 0.0
     inputs = matching(given, gm)
     exact = eval_outputs(twin, matching(inputs, twin))
     rounded = tuple(map(torch.Tensor.type_as, eval_outputs(gm, inputs), exact))
-    return relative_difference(rounded, exact, labels=False)
+    effect = relative_difference(rounded, exact, labels=False)
+    if dtype != torch.float32:
+        return effect
+    return max(effect, rounding_effect(gm, inputs, labels=False, roundings=AMPLIFIED))
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
