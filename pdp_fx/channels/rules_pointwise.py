@@ -129,7 +129,7 @@ def meeting(
     """The layers of operands whose elements meet, without dropping along axes on which one has no labels.
 
     If channels of heads meet values that all heads share, the channels inside a head stay, but whole heads,
-    the outer axis, can go.
+    the outer axis, can go. If heads cannot, channels inside them can, of all heads alike.
 
     Args:
         operands: the layers of each operand.
@@ -143,7 +143,7 @@ def meeting(
         single = frozenset[int]().union(
             *(layer.support for layers in kept for layer in layers if len(layer.support) == 1)
         )
-        stops = [[blocked | _inner_axes(layer) & single for layer in layers] for layers in kept]
+        stops = [[blocked | _inner_axes(layer, blocked) & single for layer in layers] for layers in kept]
         pairs = [list(zip(layers, stop, strict=True)) for layers, stop in zip(kept, stops, strict=True)]
         if not any(layer.support & stop for pair in pairs for layer, stop in pair):
             return kept
@@ -151,9 +151,10 @@ def meeting(
         kept = [[layer for layer in layers if layer is not None] for layers in fewer]
 
 
-def _inner_axes(layer: Layer) -> frozenset[int]:
-    """All axes of a layer but the outermost."""
-    return layer.support - {min(layer.support, default=0)}
+def _inner_axes(layer: Layer, blocked: frozenset[int]) -> frozenset[int]:
+    """All axes of a layer but the outermost; none if nothing can be dropped along that."""
+    outer = min(layer.support, default=0)
+    return layer.support - {outer} if outer not in blocked else frozenset()
 
 
 Member = tuple[int, Layer]

@@ -263,6 +263,23 @@ class HeadsInBatch(nn.Module):
         return self.head(joined.reshape(batch, tokens, count * size))
 
 
+class HeadsInBatchBesideTheirClass(nn.Module):
+    """The same, but for a first token, which is joined with the others after the pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 16), nn.Linear(16, 5)
+        self.pool = nn.Conv1d(4, 4, 3, padding=1, groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.stem(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        first, others = heads[:, :, :1], heads[:, :, 1:]
+        batch, count, tokens, size = others.shape
+        pooled = self.pool(others.reshape(batch * count, tokens, size).transpose(1, 2)).transpose(1, 2)
+        joined = torch.cat((first, pooled.reshape(batch, count, tokens, size)), 2).transpose(1, 2)
+        return self.head(joined.flatten(2))
+
+
 class MeanOfHeads(nn.Module):
     """The weights of all heads are averaged: the number of heads matters."""
 
@@ -425,6 +442,7 @@ SIZES = (
     Construct(GatedCell, sequences(), removed=20),
     Construct(CosineOfTwo, sequences(), removed=8),
     Construct(HeadsInBatch, sequences(), removed=8),
+    Construct(HeadsInBatchBesideTheirClass, sequences(), removed=2),
     Construct(MeanOfHeads, sequences(), removed=4),
     Construct(TalkingHeads, sequences(), removed=12),
     Construct(PaddedEmbedding, words(), removed=7),
