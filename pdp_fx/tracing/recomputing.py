@@ -91,7 +91,7 @@ def in_functions(graph: fx.Graph, parts: Sequence[Part]) -> Callable[[list[str]]
         written, done = body[: starts[0]], 0
         for number, (places, first, inside) in enumerate(parts, 1):
             written += [text for node in [*nodes[done : places.start], *first] for text in lines[node]]
-            written += _function(f"recomputed_{number}", inside, nodes[places.stop :], lines)
+            written += _function(f"recomputed_{number}", inside, lines)
             done = places.stop
         return written + [text for node in nodes[done:] for text in lines[node]]
 
@@ -131,19 +131,16 @@ def _divided(part: list[fx.Node], of_parameters: set[fx.Node]) -> tuple[list[fx.
     return first, others
 
 
-def _function(
-    name: str, inside: list[fx.Node], later: list[fx.Node], lines: dict[fx.Node, list[str]]
-) -> list[str]:
+def _function(name: str, inside: list[fx.Node], lines: dict[fx.Node, list[str]]) -> list[str]:
     """The definition of a function of some nodes, and its call.
 
     What the nodes read becomes its arguments, what later nodes read is what it returns.
     """
     own = set(inside)
     given = list(dict.fromkeys(read for node in inside for read in node.all_input_nodes if read not in own))
-    used = {read for node in later for read in node.all_input_nodes}
     arguments = [repr(node) for node in given]
-    made = ", ".join(repr(node) for node in inside if node in used)
-    freed = [repr(node) for node in given if node not in used]
+    made = ", ".join(repr(node) for node in inside if not own.issuperset(node.users))
+    freed = [repr(node) for node in given if max(node.users) in own]
     text = "".join(line for node in inside for line in lines[node])
     call = f"torch.utils.checkpoint.checkpoint({', '.join([name, *arguments])}, use_reentrant = False)"
     return [
