@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from pdp_fx.channels.labels import Layer, Reason, Slot, Ties
 from pdp_fx.tracing.structure import flat_tensors
@@ -195,3 +195,7 @@ class Record:
         default_factory=dict[str, "tuple[frozenset[int], int]"]
     )
     stand_ins: dict[str, StandIn] = field(default_factory=dict[str, StandIn])
+
+    def values_of(self, given: Any) -> tuple[Labelled, ...]:
+        """The tensors that a node returned; none if it returned none, or is no node but a number."""
+        return self.values.get(given.name, ()) if isinstance(given, fx.Node) else ()

@@ -117,7 +117,7 @@ def _lose(flow: LabelFlow, result: Any, layers: list[Layer]) -> None:
 def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:
     """Tie the labels of a result to those of the tensor that it takes its sizes from, or freeze both."""
     other = node.args[1] if len(node.args) > 1 else node.kwargs["other"]
-    given = flow.record.values.get(other.name, ()) if isinstance(other, fx.Node) else ()
+    given = flow.record.values_of(other)
     theirs = {layer.support: layer for value in given for layer in value.layers}
     flow.put(result, _widened_alike(flow.layers(result), theirs.values()))
     alone: list[Layer] = []
@@ -224,7 +224,7 @@ def _is_constant_number(node: fx.Node, result: Any) -> bool:
 def _numbers_of(node: fx.Node, flow: LabelFlow, carried: list[Tainted]) -> list[Tainted]:
     """The labels whose count the resulting numbers of ``node`` depend on."""
     source = node.args[0] if node.args else None
-    values = flow.record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    values = flow.record.values_of(source)
     if isinstance(source, fx.Node) and values:
         counts_parts = node.target is operator.length_hint and _split_axis_position(source)
         return _counted_parts(source, flow) if counts_parts else _sizes_read(node, values[0])
@@ -258,7 +258,7 @@ def _counted_parts(node: fx.Node, flow: LabelFlow) -> list[Tainted]:
     """The labels whose count the number of parts depends on: those along the axis that is split."""
     place = _split_axis_position(node)
     axis = node.args[place] if place is not None and len(node.args) > place else node.kwargs.get("dim", 0)
-    values = flow.record.values.get(node.args[0].name, ()) if isinstance(node.args[0], fx.Node) else ()
+    values = flow.record.values_of(node.args[0])
     if not values or not isinstance(axis, int):
         return []
     parted = axis % len(values[0].shape)

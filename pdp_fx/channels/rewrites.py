@@ -70,7 +70,7 @@ def _method_sizes(node: fx.Node, job: Job) -> None:
 def _view_varies(node: fx.Node, record: Record) -> frozenset[int]:
     """The axes whose channels a view spreads over axes that follow other sizes."""
     source: Any = node.args[0] if node.args else None
-    values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    values = record.values_of(source)
     _, _, given = _sizes_given(node, 1, SHAPE)
     if len(values) != 1 or not isinstance(given, (tuple, list)):
         return frozenset()
@@ -102,7 +102,7 @@ def _unflatten_varies(node: fx.Node, record: Record) -> frozenset[int]:
     """The axes whose channels are spread over axes that follow other sizes."""
     axis, sizes = _arguments(node, 1, ("dim", "sizes"), 2)
     source: Any = node.args[0]
-    values = record.values.get(source.name, ())
+    values = record.values_of(source)
     if len(values) != 1 or not isinstance(axis, int) or not isinstance(sizes, (tuple, list)):
         return frozenset()
     shape = values[0].shape
@@ -188,7 +188,7 @@ def _listed(given: Any) -> list[Any]:
 def _reorder_fits(node: fx.Node, record: Record) -> bool:
     """Fits along one axis of distinct labels, if the node's positions are the same at every call."""
     source: Any = node.args[0]
-    values = record.values.get(source.name, ())
+    values = record.values_of(source)
     layers = values[0].layers if values else ()
     if len(layers) != 1 or len(layers[0].support) != 1:
         return False
@@ -225,7 +225,7 @@ def _stays(node: fx.Node, job: Job) -> None:
 def _unfold_fits(node: fx.Node, record: Record) -> bool:
     """Fits if the windows run along an axis without labels."""
     source: Any = node.args[0]
-    values = record.values.get(source.name, ())
+    values = record.values_of(source)
     axis = _arguments(node, 1, ("dimension",), 1)[0]
     if len(values) != 1 or not isinstance(axis, int):
         return False

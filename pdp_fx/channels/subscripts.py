@@ -47,7 +47,7 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     cannot say what was picked. A slice of channels that leaves gaps becomes a list.
     """
     source = node.args[0]
-    values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    values = record.values_of(source)
     parts = _parts(node)
     known = (int, slice, fx.Node)
     plain = all(p is None or p is Ellipsis or isinstance(p, known) or _is_index(p) for p in parts)
@@ -80,7 +80,7 @@ def _is_list(part: Any, record: Record) -> bool:
 def varying_axes(node: fx.Node, record: Record) -> frozenset[int]:
     """The axes whose channels must stay: the next call may pick others, or they cannot be followed."""
     source = node.args[0]
-    values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
+    values = record.values_of(source)
     parts = _parts(node)
     if len(values) != 1:
         return frozenset()
