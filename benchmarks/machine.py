@@ -1,7 +1,8 @@
-"""A description of the machine for records of times: processor, threads, torch version, and other load."""
+"""The machine that times come from: a description for records, and memory that does not disturb them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from pathlib import Path
@@ -22,6 +23,19 @@ def machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "load": os.getloadavg()[0],
     }
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep what is freed, as allocators made for such loads do; False if it is not glibc.
+
+    By default it gives large blocks back to the system and takes them again in the next step, and clears
+    every page. How much of a step that is depends on where blocks lie by chance.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    trim_threshold, mmap_max = -1, -4
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
 
 
 def _processor() -> str:

@@ -86,16 +86,34 @@ def squared_thresholds(planes: Tensor, kappa: Tensor) -> Tensor:
     Returns:
         The shape of one plane.
     """
-    pruned = kappa.clamp(0, (len(planes) - 1) * MILLIONTHS)
-    if readable(pruned) and int(pruned) == 0:
-        return planes.new_full(planes.shape[1:], -math.inf)
+    most = (len(planes) - 1) * MILLIONTHS
+    if readable(kappa):
+        return _squared_at(planes, min(max(int(kappa), 0), most))
+    # On a device kappa stays there: reading it would wait for it.
+    pruned = kappa.clamp(0, most)
+    levels = torch.arange(1, len(planes), device=pruned.device) * MILLIONTHS
+    shares = (MILLIONTHS - (pruned - levels).abs()).clamp(min=0).double() / MILLIONTHS
     ordered = sorted_magnitudes(planes)
     squared = torch.zeros_like(ordered[0])
-    for k, share in enumerate(_level_shares(pruned, len(planes)), start=1):
-        if not isinstance(share, float) or share > 0.0:
-            t_k = (ordered[k - 1] + ordered[k]) * 0.5
-            squared = torch.addcmul(squared, t_k, t_k * share)
-    return squared if readable(pruned) else torch.where(pruned > 0, squared, -math.inf)
+    for k, share in enumerate(shares.unbind(), start=1):
+        t_k = (ordered[k - 1] + ordered[k]) * 0.5
+        squared = torch.addcmul(squared, t_k, t_k * share)
+    return torch.where(pruned > 0, squared, -math.inf)
+
+
+def _squared_at(planes: Tensor, pruned: int) -> Tensor:
+    """Do `squared_thresholds` for a number in range; at most two of its terms are not 0."""
+    if pruned == 0:
+        return planes.new_full(planes.shape[1:], -math.inf)
+    ordered = sorted_magnitudes(planes)
+    k, rest = divmod(pruned, MILLIONTHS)
+    shares = {k: (MILLIONTHS - rest) / MILLIONTHS, k + 1: rest / MILLIONTHS}
+    squared = torch.zeros_like(ordered[0])
+    for level, share in shares.items():
+        if level > 0 and share > 0.0:
+            t_k = torch.add(ordered[level - 1], ordered[level]).mul_(0.5)
+            squared.addcmul_(t_k, t_k * share)
+    return squared
 
 
 def sorted_magnitudes(planes: Tensor) -> tuple[Tensor, ...]:
@@ -118,10 +136,3 @@ def sorted_magnitudes(planes: Tensor) -> tuple[Tensor, ...]:
         torch.maximum(ordered[i], ordered[j], out=ordered[j])
         ordered[i], spare = spare, ordered[i]
     return tuple(ordered)
-
-
-def _level_shares(pruned: Tensor, m: int) -> list[float] | tuple[Tensor, ...]:
-    levels = torch.arange(1, m, device=pruned.device) * MILLIONTHS
-    shares = (MILLIONTHS - (pruned - levels).abs()).clamp(min=0).double() / MILLIONTHS
-    # On a device the shares stay there: reading them would wait for it.
-    return [float(share) for share in shares] if readable(pruned) else shares.unbind()

@@ -1,6 +1,9 @@
 """The overhead benchmark on a tiny net: what it measures, writes and shows."""
 
 import json
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,29 @@ def test_a_table_holds_every_method_and_goes_on_where_it_was_stopped(
         assert seconds[0] == first["seconds"][method][0]
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
     assert [row for row in rows if row in METHODS] == 2 * [*methods, "dense"]
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from benchmarks.machine import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+np.ones(5_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    np.ones(5_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again_without_new_pages() -> None:
+    faults = {
+        mode: int(subprocess.check_output([sys.executable, "-c", FAULTS, mode], text=True))
+        for mode in ("default", "keep")
+    }
+    assert faults["keep"] < 100 < 1000 < faults["default"]
 
 
 def test_masks_add_no_memory_but_the_masked_weights_after_the_forward_pass(tmp_path: Path) -> None:
