@@ -4,6 +4,7 @@ A model can see whether gradients are on, so they have to be on as they will be 
 activations that autograd would keep are several times the memory of the run itself.
 """
 
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -26,12 +27,25 @@ def forgetting(work: Callable[[], T], *models: nn.Module, expected: tuple[type[E
     """
     try:
         with preserved(*models), torch.autograd.graph.saved_tensors_hooks(_forget, _miss):
-            return work()
+            return _unwound(work)
     except expected:
         raise
     except Exception:  # noqa: BLE001 a model may call backward, or torch.func, which refuses all hooks
         with preserved(*models):
             return work()
+
+
+def _unwound(work: Callable[[], T]) -> T:
+    """Do work; if it fails, free what its frames hold.
+
+    A generator that has set hooks, as `torch.utils.checkpoint` has in torch 2.11, takes them back when it is
+    freed, and has to do so before those around it are taken back.
+    """
+    try:
+        return work()
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def in_mode(model: nn.Module, training: bool) -> nn.Module:

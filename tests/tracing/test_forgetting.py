@@ -1,3 +1,5 @@
+from collections.abc import Generator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,25 @@ def test_an_expected_error_ends_the_work() -> None:
     with pytest.raises(KeyError):
         forgetting(work, expected=(KeyError,))
     assert runs == [1]
+
+
+def test_hooks_that_a_failed_call_has_left_are_taken_back_in_order() -> None:
+    """As `torch.utils.checkpoint` leaves them in torch 2.11."""
+
+    def hooked() -> Generator[None, None, None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
+
+    def work() -> None:
+        generator = hooked()
+        next(generator)
+        raise KeyError("x")
+
+    with pytest.raises(KeyError) as kept:
+        forgetting(work, expected=(KeyError,))
+    weight = torch.ones(3, requires_grad=True)
+    weight.exp().sum().backward()
+    assert kept.type is KeyError
 
 
 class Force(nn.Module):
