@@ -53,7 +53,7 @@ def _on_gpu(variant: Variant, batch: tuple[Any, Any], precision: str) -> Spots:
 def _on_cpu(
     variant: Variant, optimizers: list[torch.optim.Optimizer], batch: tuple[Any, Any], precision: str
 ) -> Spots:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         with record_function("spot: created"):
             loss = None
         loss = variant.loss(*batch, precision)
