@@ -11,6 +11,7 @@ integer in millionths, which survives a model's change of dtype.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -88,31 +89,24 @@ def squared_thresholds(planes: Tensor, kappa: Tensor) -> Tensor:
     """
     most = (len(planes) - 1) * MILLIONTHS
     if readable(kappa):
-        return _squared_at(planes, min(max(int(kappa), 0), most))
+        k, rest = divmod(min(max(int(kappa), 0), most), MILLIONTHS)
+        shares = {k: (MILLIONTHS - rest) / MILLIONTHS, k + 1: rest / MILLIONTHS}
+        shares = {level: share for level, share in shares.items() if level > 0 and share > 0.0}
+        return _weighted_squares(planes, shares) if shares else planes.new_full(planes.shape[1:], -math.inf)
     # On a device kappa stays there: reading it would wait for it.
     pruned = kappa.clamp(0, most)
     levels = torch.arange(1, len(planes), device=pruned.device) * MILLIONTHS
     shares = (MILLIONTHS - (pruned - levels).abs()).clamp(min=0).double() / MILLIONTHS
+    return torch.where(pruned > 0, _weighted_squares(planes, dict(enumerate(shares.unbind(), 1))), -math.inf)
+
+
+def _weighted_squares(planes: Tensor, shares: Mapping[int, float | Tensor]) -> Tensor:
+    """The sum of share times t_k^2 over the levels k, which are counted from 1."""
     ordered = sorted_magnitudes(planes)
     squared = torch.zeros_like(ordered[0])
-    for k, share in enumerate(shares.unbind(), start=1):
+    for k, share in shares.items():
         t_k = (ordered[k - 1] + ordered[k]) * 0.5
         squared = torch.addcmul(squared, t_k, t_k * share)
-    return torch.where(pruned > 0, squared, -math.inf)
-
-
-def _squared_at(planes: Tensor, pruned: int) -> Tensor:
-    """Do `squared_thresholds` for a number in range; at most two of its terms are not 0."""
-    if pruned == 0:
-        return planes.new_full(planes.shape[1:], -math.inf)
-    ordered = sorted_magnitudes(planes)
-    k, rest = divmod(pruned, MILLIONTHS)
-    shares = {k: (MILLIONTHS - rest) / MILLIONTHS, k + 1: rest / MILLIONTHS}
-    squared = torch.zeros_like(ordered[0])
-    for level, share in shares.items():
-        if level > 0 and share > 0.0:
-            t_k = torch.add(ordered[level - 1], ordered[level]).mul_(0.5)
-            squared.addcmul_(t_k, t_k * share)
     return squared
 
 
