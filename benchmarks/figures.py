@@ -125,7 +125,8 @@ def draw_macs(chosen: Chosen, path: Path) -> bool:
         return False
     figure, axes = new_figure("Accuracy against multiply-accumulates", width=8.5, height=5)
     names = list(dict.fromkeys(r["method"] for r in [*chosen.weights, *chosen.channels]))
-    colours = {name: colormaps["tab20"](place % 20) for place, name in enumerate(names)}
+    palette = [colormaps[each](place) for each in ("tab20", "tab20b") for place in range(20)]
+    colours = dict(zip(names, palette, strict=False))
     marks = _marks(points)
     labelled: set[str] = set()
     for (block, name, _), records in points.items():

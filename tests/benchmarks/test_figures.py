@@ -9,6 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks import figures
+from benchmarks.cifar_channels import METHODS as CHANNEL_METHODS
+from benchmarks.methods import METHODS as WEIGHT_METHODS
 
 EPOCHS = 16
 
@@ -97,6 +99,19 @@ def test_every_pattern_has_a_mark_of_its_own(folder: Path, monkeypatch: pytest.M
     assert len(set(marks)) == len(blocks) + 1
     for block in (*blocks, "channels"):
         assert f" {block}" in axes.get_xlabel()
+
+
+def test_every_method_has_a_colour_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = sorted({*WEIGHT_METHODS, *CHANNEL_METHODS})
+    written(folder, "cifar", [cifar(method, 0) for method in methods])
+    written(folder, "cifar_channels", [])
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_: saved.append(figure))
+    figures.main(["--results", str(folder), "--out", str(folder / "out"), "--short", "--figures", "macs"])
+    (axes,) = saved[0].axes
+    colours = [line.get_color() for bar in axes.containers for line in bar[:1]]
+    assert len(methods) > 20
+    assert len(set(colours)) == len(colours) == len(methods)
 
 
 def test_other_recipes_are_not_mixed_in(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
