@@ -80,7 +80,8 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
             continue
         moved = flow.without(layer, normalised, why)
         if moved is not None:
-            kept.append(Layer(moved.ids, moved.zero & (len(affine) < 2), (moved,)))
+            zero = moved.zero & (len(affine) < 2)
+            kept.append(Layer(moved.ids, zero, (moved,), free=moved.free))
     if not masked:
         flow.freeze_all(affine, why)
     flow.put(result, kept)
@@ -139,7 +140,9 @@ def spatial(call: Call, flow: LabelFlow) -> None:
     moved = flow.all_without(flow.layers(source), swept, why)
     for result in results:
         vanishes = result.is_floating_point()
-        flow.put(result, [Layer(layer.ids, layer.zero & vanishes, (layer,)) for layer in moved])
+        flow.put(
+            result, [Layer(layer.ids, layer.zero & vanishes, (layer,), free=layer.free) for layer in moved]
+        )
 
 
 @rule(aten.max_unpool2d, aten.max_unpool3d)
@@ -215,7 +218,7 @@ def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, packet: Any) -> 
         shape = [size for axis, size in enumerate(ids.shape) if axis not in axes]
         ids, zero = ids.reshape(shape), zero.reshape(shape)
     vanishing = packet in _VANISHING
-    return Layer(ids, zero if vanishing else torch.zeros_like(zero), (layer,))
+    return Layer(ids, zero if vanishing else torch.zeros_like(zero), (layer,), free=layer.free)
 
 
 @rule(aten._softmax, aten._log_softmax, aten._safe_softmax)
@@ -224,4 +227,4 @@ def softmax(call: Call, flow: LabelFlow) -> None:
     source = call.args[0]
     axis = from_front(call.args[1], source.ndim)
     moved = flow.all_without(flow.layers(source), frozenset({axis}), "a softmax runs over these channels")
-    flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,)) for m in moved])
+    flow.put(call.result, [Layer(m.ids, torch.zeros_like(m.zero), (m,), free=m.free) for m in moved])

@@ -190,7 +190,8 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
         why = f"{call.func.overloadpacket.__name__} of 0 is no finite number"
         for _, layer in cluster:
             flow.freeze(layer.ids, why, BREAKS_REMEDY)
-    return Layer(widest.ids.expand(shape), zero, tuple(sources[index] for index in needed))
+    free = all(layer.free for _, layer in cluster)
+    return Layer(widest.ids.expand(shape), zero, tuple(sources[index] for index in needed), free=free)
 
 
 def _zero_of(

@@ -232,6 +232,24 @@ class PackedQkvIndexed(PackedQkv):
         return x + self.out((weight @ qkv[2]).transpose(1, 2).flatten(2))
 
 
+class LearnedQueries(QkvHardCoded):
+    """Queries are parameters, the same for all examples, that a norm and a hidden layer have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(3, WIDTH))
+        self.norm, self.hidden = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        asked = self.hidden(F.gelu(self.norm(self.queries.expand(x.shape[0], -1, -1))))
+        q, k, v = (
+            layer(given).view(*given.shape[:2], HEADS, SIZE).transpose(1, 2)
+            for layer, given in ((self.q, asked), (self.k, x), (self.v, x))
+        )
+        weight = (q @ k.transpose(-2, -1) * SIZE**-0.5).softmax(-1)
+        return self.out((weight @ v).transpose(1, 2).flatten(2))
+
+
 class GroupedQuery(nn.Module):
     """Two heads of queries share one head of keys and values (Llama)."""
 
@@ -498,6 +516,7 @@ ATTENTION = (
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvIndexed, sequences(), removed=HEAD_PRUNING),
+    Construct(LearnedQueries, sequences(), removed=HEAD_PRUNING),
     Construct(GroupedQuery, sequences(), removed=16),
     Construct(GroupedQueryByIndex, sequences(), removed=16),
     Construct(GroupedQueryFused, sequences(), removed=8),
