@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from pdp_fx.channels.analysis import analyse, observe, structure
+from pdp_fx.channels.analysis import observe, structure
+from pdp_fx.channels.elsewhere import heed_other_sizes
 from pdp_fx.channels.record import Record
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.spec import PruneSpec
-from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.outcome import Outcome, outcome, random_state
 
 
@@ -54,13 +55,17 @@ class LabelChannels(Pass):
     name: ClassVar[str] = "label-channels"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        inputs, watch = ctx.example_inputs, ctx.find(LabelWatch)
+        inputs = ctx.example_inputs
         if inputs is None:
             return False
-        if watch is not None and watch.record is not None:
-            ctx.put(structure(watch.record, gm, inputs, ctx.spec.through_norms))
-            return False
         sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
-        with trial(gm):
-            ctx.put(analyse(gm, fresh(inputs), sites.out_of_reach, through_norms, sites.stand_ins))
+
+        def observed(call: Inputs) -> Record:
+            with trial(gm):
+                return observe(gm, fresh(call), sites.out_of_reach, stand_ins=sites.stand_ins).record
+
+        watch = ctx.find(LabelWatch)
+        record = observed(inputs) if watch is None or watch.record is None else watch.record
+        heed_other_sizes(record, gm, inputs, lambda call: structure(observed(call), gm, call, through_norms))
+        ctx.put(structure(record, gm, inputs, through_norms))
         return False

@@ -43,7 +43,7 @@ def mixed_axes(given: tuple[Any, ...], value: Labelled, record: Record) -> froze
     aligned = all(outer % inner == 0 for inner, outer in pairwise(cuts))
     cuts = cuts if aligned else _cuts(sizes)
     spread = [_changes(layer.ids.expand(shape), cuts) for layer in layers]
-    view = _View(given, sizes, shape, cuts, frozenset[int]().union(*spread), record)
+    view = _View(given, sizes, shape, cuts, aligned, frozenset[int]().union(*spread), record)
     mixed = [atoms for atoms in map(view.atoms, view.following) if not aligned or atoms <= view.labelled]
     found = [
         layer.support for layer, along in zip(layers, spread, strict=True) if any(a & along for a in mixed)
@@ -60,6 +60,7 @@ class _View:
         sizes: the same as numbers.
         shape: the shape of the tensor.
         cuts: the number of elements behind each atom, the innermost atom first, and of all elements.
+        aligned: whether the atoms are whole in the tensor; if not, they are only in its view.
         labelled: the atoms along which channels change.
         record: what is known of the nodes before the view.
     """
@@ -68,6 +69,7 @@ class _View:
     sizes: Shape
     shape: Shape
     cuts: list[int]
+    aligned: bool
     labelled: Atoms
     record: Record
 
@@ -93,6 +95,7 @@ class _View:
     def _follows(self, axis: int) -> bool:
         """Whether a size may differ, as that of a -1 where no other size of its part follows the pixels.
 
+        Where axes end in the middle of others, a -1 need not stand for what is left of pixels.
         A -1 that stands for all channels of its part is written out (`written_sizes`).
         """
         if self.given[axis] != -1:
@@ -105,7 +108,7 @@ class _View:
         others = [at for at in range(len(self.sizes)) if start <= math.prod(self.sizes[at + 1 :]) < end]
         if part <= self.labelled or part & self.labelled <= self.atoms(axis):
             return False
-        return not any(map(self._is_varying, others))
+        return not self.aligned or not any(map(self._is_varying, others))
 
 
 def _laid_out(given: tuple[Any, ...], shape: Shape, record: Record) -> tuple[Shape, Shape] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -94,22 +95,47 @@ class ExampleCall:
 
         Two of the sizes are multiples of the same power of two, for nets that halve images several times.
         """
-        power = size & -size
-        longer = size + (power if power < size else size // 2)
-        for other in dict.fromkeys((size // 2, size - power, longer)):
-            if other:
-                yield self._mapped(lambda leaf, other=other: self._resize(leaf, size, other))
+        for other in _other_sizes(size):
+            yield self._mapped(lambda leaf, other=other: self._resize(leaf, size, other))
+
+    def apart(self) -> "Iterator[ExampleCall]":
+        """Calls with another batch size and sizes that are equal on this call by chance, the likeliest first.
+
+        Of images as high as wide the width becomes another than the height, then both become smaller. Where
+        the model takes no other size, only the batch is another, unless this call has a single example.
+        """
+        if not self.batch or self.has_places_elsewhere:
+            return
+        sizes = self.sizes()
+        rows = next(size for size in count(2) if size != self.batch and size not in sizes)
+        many = self._changed(lambda leaf: torch.cat([leaf] * -(-rows // self.batch))[:rows])
+        for size in sorted(sizes, reverse=True):
+            taken = {1, rows, *sizes}
+            free = (other for other in chain(_other_sizes(size), count(size)) if other not in taken)
+            one, another = next(free), next(free)
+            yield many._mapped(lambda leaf, size=size, to=(another, one): many._resize(leaf, size, *to))
+            yield many._mapped(lambda leaf, size=size, to=one: many._resize(leaf, size, to))
+        if self.batch > 1:
+            yield many
 
     def other_axes(self, leaf: Any) -> "Iterator[tuple[int, int]]":
         """The axes of a tensor that are not the batch's, and how long they are."""
         if isinstance(leaf, torch.Tensor):
             yield from (axis for axis in enumerate(leaf.shape) if axis[0] or axis[1] != self.batch)
 
-    def _resize(self, leaf: Any, size: int, other: int) -> Any:
-        """Shorten the axes of this size by cutting off their end, or lengthen them by repetition."""
+    def _resize(self, leaf: Any, size: int, other: int, width: int = 0) -> Any:
+        """Shorten the axes of this size by cutting off their end, or lengthen them by repetition.
+
+        Args:
+            leaf: a tensor; anything else is returned as it is.
+            size: how long the axes are.
+            other: how long they become.
+            width: how long the last axis becomes if it is one of them; 0 stands for ``other``.
+        """
         for axis in [axis for axis, length in self.other_axes(leaf) if length == size]:
-            whole = torch.cat([leaf.detach()] * -(-other // size), axis)
-            leaf = whole.narrow(axis, 0, other).clone().requires_grad_(leaf.requires_grad)
+            length = width if width and axis == leaf.ndim - 1 else other
+            whole = torch.cat([leaf.detach()] * -(-length // size), axis)
+            leaf = whole.narrow(axis, 0, length).clone().requires_grad_(leaf.requires_grad)
         return leaf
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ExampleCall":
@@ -123,6 +149,13 @@ class ExampleCall:
     def _mapped(self, changed: Callable[[Any], Any]) -> "ExampleCall":
         args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
         return ExampleCall(args, kwargs)
+
+
+def _other_sizes(size: int) -> tuple[int, ...]:
+    """Half of a size, and two near it that are multiples of the same power of two; none is 0."""
+    power = size & -size
+    found = (size // 2, size - power, size + (power if power < size else size // 2))
+    return tuple(other for other in dict.fromkeys(found) if other)
 
 
 def _another(rows: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pdp_fx.channels.elsewhere import ELSEWHERE
 from tests.channels.construct import Construct, Inputs, conv_bn, images, sequences
 from tests.channels.nets_aliasing import OVERWRITTEN
 
@@ -207,6 +208,24 @@ class OneNotTransposed(BatchNotTransposed):
     """The same, shown a single image, of which a batch axis of one index says nothing by itself."""
 
 
+class RowsForImages(Chooses):
+    """Rows of pixels are taken for images, as many as there are in the example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        b, c, h, w = x.shape
+        return self.after(x.permute(2, 1, 0, 3).reshape(b, c, h, w))
+
+
+class ChannelsBetweenAxes(Chooses):
+    """The reshape ends in the middle of the channels, at a place that the width decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        b, c, h, _ = x.shape
+        return self.after(x.permute(1, 2, 3, 0).reshape(-1, c, b, h))
+
+
 def one_image(batch: int) -> Inputs:
     """A single image as the example, and other batches."""
     return images()(1 if batch == 2 else batch)
@@ -238,5 +257,7 @@ VARYING = (
     Construct(TokensNotTransposed, images(3, 2), removed=3, reason=TOLD),
     Construct(PixelsNotPermuted, images(3, 2), removed=3, reason=TOLD),
     Construct(BatchNotTransposed, images(), removed=3, reason=TOLD),
+    Construct(RowsForImages, images(3, 2), removed=3, reason=ELSEWHERE),
+    Construct(ChannelsBetweenAxes, images(3, 2), removed=3, reason=TOLD),
     Construct(OneNotTransposed, one_image, removed=3, reason=TOLD),
 )

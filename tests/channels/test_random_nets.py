@@ -1,16 +1,20 @@
-"""Random nets: outputs stay, counts are exact, nothing is refused without a reason."""
+"""Random nets and layouts: outputs stay, counts are exact, nothing is refused without a reason."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+import pdp_fx
+from pdp_fx import Channels, PruneSpec, Schedule
 from pdp_fx.errors import SpecError
-from pdp_fx.spec import Allocation, Channels
-from tests.channels.checks import check_exact
+from pdp_fx.spec import Allocation
+from tests.channels.checks import EXACT, check_exact, compare_where_both_work
 from tests.channels.constructs import CONSTRUCTS
 from tests.channels.found import FOUND, Found
 from tests.channels.known_failures import KNOWN_FAILURES
+from tests.channels.random_layouts import LayoutNet, random_layouts
 from tests.channels.random_nets import RandomNet, Step, pictures, random_steps
 from tests.channels.test_constructs import REFUSALS
 
@@ -41,6 +45,44 @@ def test_random_nets_are_exact(steps: tuple[Step, ...], rule: Channels, allocati
 @given(random_steps(16), RULES, ALLOCATIONS)
 def test_many_random_nets_are_exact(steps: tuple[Step, ...], rule: Channels, allocation: Allocation) -> None:
     check(steps, rule, allocation)
+
+
+EXAMPLES = st.sampled_from(
+    ((2, 2, 2), (4, 4, 4), (2, 4, 4), (3, 6, 2), (2, 3, 2), (4, 2, 3), (5, 7, 3), (1, 5, 7))
+)
+"""Batch, height and width of an example; some are equal by chance, or divide numbers of channels."""
+
+ELSEWHERE = ((1, 2, 2), (2, 3, 4), (4, 3, 2), (3, 2, 5), (5, 7, 3))
+
+
+def check_layout(net: LayoutNet, example: tuple[int, int, int]) -> None:
+    """What is removed changes nothing, at other sizes than the example's, too."""
+    torch.manual_seed(0)
+    net.double()
+    spec = PruneSpec(Channels(ratio=0.5), (), Schedule(0, 1.0), allocation="uniform")
+    prepared = pdp_fx.prepare(net, spec, images_of(example))
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    for sizes in (example, *ELSEWHERE):
+        compare_where_both_work(prepared, converted, images_of(sizes), EXACT)
+
+
+def images_of(sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
+    """Images of these sizes."""
+    return (torch.randn(sizes[0], 3, *sizes[1:], dtype=torch.float64),)
+
+
+@settings(max_examples=60, suppress_health_check=SLOW_TO_DRAW)
+@given(random_layouts(), EXAMPLES)
+def test_random_layouts_are_exact_at_other_sizes(net: LayoutNet, example: tuple[int, int, int]) -> None:
+    check_layout(net, example)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, suppress_health_check=SLOW_TO_DRAW)
+@given(random_layouts(), EXAMPLES)
+def test_many_random_layouts_are_exact_at_other_sizes(net: LayoutNet, example: tuple[int, int, int]) -> None:
+    check_layout(net, example)
 
 
 def found() -> list[object]:

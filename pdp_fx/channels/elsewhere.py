@@ -1,0 +1,82 @@
+"""Following the channels of a graph at other sizes than those of the example, too.
+
+Sizes of the example may be equal by chance, such as those of 32 images of 32 x 32 pixels. A view that spreads
+channels over images or pixels can then look like one that does not, and channels that it mixes seem to be
+independent. What is tied or must stay at sizes that are all different holds for the example as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.record import Record
+from pdp_fx.channels.rewrites import VIEWS
+from pdp_fx.tracing.examples import ExampleCall, Inputs
+
+_log = logging.getLogger(__name__)
+
+ELSEWHERE = "on inputs of other sizes"
+"""What is added to the reasons why channels stay that do not hold for the example itself."""
+
+
+def heed_other_sizes(
+    record: Record, gm: fx.GraphModule, inputs: Inputs, follow: Callable[[Inputs], ChannelMap]
+) -> None:
+    """Add what is tied and what stays at other sizes, if the graph lays channels out by sizes.
+
+    Args:
+        record: what a run on the example has shown; it is changed.
+        gm: the graph module that ran.
+        inputs: the example.
+        follow: gives the channel structure for other inputs, or raises an error if the model refuses them.
+    """
+    if not _lays_out_by_sizes(gm, record):
+        return
+    for other in ExampleCall(*inputs).apart():
+        try:
+            found = follow((other.args, dict(other.kwargs)))
+        except Exception as err:  # noqa: BLE001 the example is ours, not the user's
+            _log.info("channels are not followed on another example, which the model refuses: %s", err)
+            continue
+        _heed(record, found)
+        return
+
+
+def _lays_out_by_sizes(gm: fx.GraphModule, record: Record) -> bool:
+    """Whether a view of channels is given a size that may be another at the next call."""
+    given = record.varying | record.free_axes.keys()
+    views = (node for node in gm.graph.nodes if node.target in VIEWS or node.target == "unflatten")
+    return any(
+        any(value.layers for value in record.values_of(node.args[0]))
+        and any(source.name in given for source in node.all_input_nodes if source is not node.args[0])
+        for node in views
+        if node.args
+    )
+
+
+def _heed(record: Record, other: ChannelMap) -> None:
+    """Tie what is tied in ``other``, and freeze what stays there and not on the example."""
+    slots = [slot for slot in record.slots if slot in other.slots]
+    if not slots:
+        return
+    ids = torch.cat([record.slots[slot] for slot in slots])
+    classes = np.concatenate([other.slots[slot] for slot in slots])
+    order = np.argsort(classes, kind="stable")
+    alike = torch.from_numpy(classes[order][1:] == classes[order][:-1])
+    ordered = ids[torch.from_numpy(order)]
+    record.ties.bind(ordered[1:][alike], ordered[:-1][alike])
+    known = record.ties.classes()
+    stays = np.zeros(len(known), dtype=bool)
+    for frozen, _ in record.ties.frozen:
+        stays[known[frozen]] = True
+    for group in other.frozen:
+        here = ids[torch.from_numpy(np.isin(classes, group.classes) & ~stays[known[ids.numpy()]])]
+        for reason in group.reasons if len(here) else ():
+            record.ties.freeze(here, replace(reason, why=f"{reason.why}, {ELSEWHERE}"))

@@ -1,0 +1,33 @@
+"""Variations of an example call."""
+
+import torch
+
+from pdp_fx.tracing.examples import ExampleCall
+
+
+def shapes_apart(*given: torch.Tensor) -> list[list[tuple[int, ...]]]:
+    return [[tuple(t.shape) for t in call.args] for call in ExampleCall(given, {}).apart()]
+
+
+def test_images_get_sizes_that_are_all_different() -> None:
+    found = shapes_apart(torch.rand(32, 3, 32, 32))
+    assert found[:2] == [[(2, 3, 48, 16)], [(2, 3, 16, 16)]]
+    assert found[-1] == [(2, 3, 32, 32)]
+
+
+def test_inputs_of_one_length_keep_one_length() -> None:
+    found = shapes_apart(torch.ones(2, 16, 64), torch.ones(2, 16, dtype=torch.long))
+    assert [(3, 24, 64), (3, 8)] in found, "one of them has the length as its last axis"
+    assert [(3, 8, 64), (3, 8)] in found
+    assert found[-1] == [(3, 16, 64), (3, 16)]
+
+
+def test_a_single_example_stays_alone_where_nothing_else_can_change() -> None:
+    assert all(shape != [(1, 3)] for shape in shapes_apart(torch.rand(1, 3)))
+    assert shapes_apart(torch.rand(1)) == []
+    assert shapes_apart(torch.tensor(1.0)) == []
+
+
+def test_sizes_that_are_taken_are_left_out() -> None:
+    for (images,) in shapes_apart(torch.rand(2, 4, 6, 8))[:-1]:
+        assert len(set(images)) == 4, images
