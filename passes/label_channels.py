@@ -66,6 +66,9 @@ class LabelChannels(Pass):
 
         watch = ctx.find(LabelWatch)
         record = observed(inputs) if watch is None or watch.record is None else watch.record
-        heed_other_sizes(record, gm, inputs, lambda call: structure(observed(call), gm, call, through_norms))
+        # Norms over a residual stream are a matter of the example's structure, not of sizes.
+        heed_other_sizes(
+            record, gm, inputs, lambda call: structure(observed(call), gm, call, through_norms=True)
+        )
         ctx.put(structure(record, gm, inputs, through_norms))
         return False

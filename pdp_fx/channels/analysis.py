@@ -215,7 +215,12 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     makes, unused = _makes(record, slots, classes)
     frozen = [(distinct(classes[ids]), reason) for ids, reason in record.ties.frozen]
-    stays = [*frozen, *([] if through_norms else normed), *unused]
+    known = distinct(np.concatenate([np.empty(0, dtype=np.int64), *(roots for roots, _ in frozen)]))
+    elsewhere = [(np.setdiff1d(classes[ids], known), reason) for ids, reason in record.elsewhere]
+    stays = [*frozen, *elsewhere, *([] if through_norms else normed), *unused]
+    # Checks that the tracer has found to be too strict since the run are gone, with what they read.
+    nodes = {node.name for node in graph.nodes}
+    taint = {name: [ids for _, _, ids in found] for name, found in record.taint.items() if name in nodes}
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
     parts = (classes[ids.numpy()] for ids in [*record.parts, *carried])
     groups = [
@@ -239,7 +244,7 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
         values=record.values,
         resized=tuple(record.resized),
         numbers=record.numbers,
-        taint={name: [ids for _, _, ids in entries] for name, entries in record.taint.items()},
+        taint=taint,
         batch=batch,
         classes=classes,
         stand_ins=record.stand_ins,

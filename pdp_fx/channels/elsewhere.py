@@ -62,7 +62,7 @@ def _lays_out_by_sizes(gm: fx.GraphModule, record: Record) -> bool:
 
 
 def _heed(record: Record, other: ChannelMap) -> None:
-    """Tie what is tied in ``other``, and freeze what stays there and not on the example."""
+    """Tie what is tied in ``other``, and freeze what stays there."""
     slots = [slot for slot in record.slots if slot in other.slots]
     if not slots:
         return
@@ -72,11 +72,7 @@ def _heed(record: Record, other: ChannelMap) -> None:
     alike = torch.from_numpy(classes[order][1:] == classes[order][:-1])
     ordered = ids[torch.from_numpy(order)]
     record.ties.bind(ordered[1:][alike], ordered[:-1][alike])
-    known = record.ties.classes()
-    stays = np.zeros(len(known), dtype=bool)
-    for frozen, _ in record.ties.frozen:
-        stays[known[frozen]] = True
     for group in other.frozen:
-        here = ids[torch.from_numpy(np.isin(classes, group.classes) & ~stays[known[ids.numpy()]])]
-        for reason in group.reasons if len(here) else ():
-            record.ties.freeze(here, replace(reason, why=f"{reason.why}, {ELSEWHERE}"))
+        here = ids[torch.from_numpy(np.isin(classes, group.classes))]
+        for reason in group.reasons:
+            record.elsewhere.append((here.numpy(), replace(reason, why=f"{reason.why}, {ELSEWHERE}")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -159,6 +160,7 @@ class Record:
         contractions: products of stored weights, for counting multiply-accumulates.
         grouped: by node and weight of a convolution, whether each channel is a group of its own.
         demands: layers that must be 0 where their channel is dropped.
+        elsewhere: labels that must stay because of inputs of other sizes, with the reasons (`elsewhere`).
         grids: labels that lie along several axes.
         norms: nodes that normalise over channels, to be given masks.
         parts: labels of parts that are split off or picked out of channels; none may become empty.
@@ -181,6 +183,7 @@ class Record:
     contractions: list[Contraction] = field(default_factory=list[Contraction])
     grouped: dict[tuple[str, str], bool] = field(default_factory=dict[tuple[str, str], bool])
     demands: list[Layer] = field(default_factory=list[Layer])
+    elsewhere: list[tuple[np.ndarray, Reason]] = field(default_factory=list[tuple[np.ndarray, Reason]])
     grids: list[Tensor] = field(default_factory=list[Tensor])
     norms: list[NormSite] = field(default_factory=list[NormSite])
     parts: list[Tensor] = field(default_factory=list[Tensor])

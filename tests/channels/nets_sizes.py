@@ -70,6 +70,13 @@ class NormalisedGramRows(GramRows):
         return self.head(F.layer_norm(gram, gram.shape[-1:])[..., 1:].sum(2))
 
 
+class ComparedWithoutNeed(Between):
+    """An `if` on a number of channels and inputs whose two ways give the same, so no graph checks it."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * 1.0 if x.shape[0] * x.shape[1] == 16 else x
+
+
 class FoldedIntoBatch(Between):
     """One filter for all channels, by way of the batch axis."""
 
@@ -425,6 +432,7 @@ SIZES = (
     Construct(SqueezedPooling, images(), removed=2),
     Construct(GramRows, images(), removed=4),
     Construct(NormalisedGramRows, images(), removed=4),
+    Construct(ComparedWithoutNeed, images(), removed=7),
     Construct(FoldedIntoBatch, images(), removed=3),
     Construct(SingleChannelGate, images(), removed=7),
     Construct(SpreadGate, images(), removed=7),
