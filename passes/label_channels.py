@@ -66,7 +66,7 @@ class LabelChannels(Pass):
 
         watch = ctx.find(LabelWatch)
         record = observed(inputs) if watch is None or watch.record is None else watch.record
-        # Norms over a residual stream are a matter of the example's structure, not of sizes.
+        # Whether a stream stays because of its norms does not depend on sizes; the example decides.
         heed_other_sizes(
             record, gm, inputs, lambda call: structure(observed(call), gm, call, through_norms=True)
         )

@@ -32,7 +32,7 @@ from pdp_fx.channels import (
 )
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
-from pdp_fx.channels.grouping import Make, Stay, collect_groups, distinct
+from pdp_fx.channels.grouping import Make, Stay, collect_groups, concatenated, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins
 from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn, stored
 from pdp_fx.channels.rectangles import make_rectangular
@@ -215,7 +215,7 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     makes, unused = _makes(record, slots, classes)
     frozen = [(distinct(classes[ids]), reason) for ids, reason in record.ties.frozen]
-    known = distinct(np.concatenate([np.empty(0, dtype=np.int64), *(roots for roots, _ in frozen)]))
+    known = concatenated(roots for roots, _ in frozen)
     elsewhere = [(np.setdiff1d(classes[ids], known), reason) for ids, reason in record.elsewhere]
     stays = [*frozen, *elsewhere, *([] if through_norms else normed), *unused]
     # Checks that the tracer has found to be too strict since the run are gone, with what they read.
@@ -235,7 +235,7 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
         # Sending a model to another process moves the memory of its tensors, from under views of it, too.
         ids={slot: ids.numpy().copy() for slot, ids in record.slots.items()},
         met=met,
-        stays=distinct(np.concatenate([np.empty(0, dtype=np.int64), *(kept for kept, _ in stays)])),
+        stays=distinct(concatenated(kept for kept, _ in stays)),
         grouped=record.grouped,
         masked=frozenset(origins(*record.demands)),
         norms=tuple(record.norms),

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.grouping import concatenated
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.rewrites import VIEWS
+from pdp_fx.channels.rewrites import is_view
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 
 _log = logging.getLogger(__name__)
@@ -50,29 +51,26 @@ def heed_other_sizes(
 
 
 def _lays_out_by_sizes(gm: fx.GraphModule, record: Record) -> bool:
-    """Whether a view of channels is given a size that may be another at the next call."""
+    """Whether a view of channels is given sizes that may be others at the next call."""
     given = record.varying | record.free_axes.keys()
-    views = (node for node in gm.graph.nodes if node.target in VIEWS or node.target == "unflatten")
     return any(
         any(value.layers for value in record.values_of(node.args[0]))
         and any(source.name in given for source in node.all_input_nodes if source is not node.args[0])
-        for node in views
-        if node.args
+        for node in gm.graph.nodes
+        if node.args and is_view(gm, node)
     )
 
 
 def _heed(record: Record, other: ChannelMap) -> None:
     """Tie what is tied in ``other``, and freeze what stays there."""
     slots = [slot for slot in record.slots if slot in other.slots]
-    if not slots:
-        return
-    ids = torch.cat([record.slots[slot] for slot in slots])
-    classes = np.concatenate([other.slots[slot] for slot in slots])
-    order = np.argsort(classes, kind="stable")
-    alike = torch.from_numpy(classes[order][1:] == classes[order][:-1])
-    ordered = ids[torch.from_numpy(order)]
-    record.ties.bind(ordered[1:][alike], ordered[:-1][alike])
+    ids = concatenated(record.slots[slot].numpy() for slot in slots)
+    classes = concatenated(other.slots[slot] for slot in slots)
+    one_of = np.full(len(other.classes), -1)
+    one_of[classes] = ids
+    record.ties.bind(torch.from_numpy(ids), torch.from_numpy(one_of[classes]))
     for group in other.frozen:
-        here = ids[torch.from_numpy(np.isin(classes, group.classes))]
+        here = one_of[group.classes]
         for reason in group.reasons:
-            record.elsewhere.append((here.numpy(), replace(reason, why=f"{reason.why}, {ELSEWHERE}")))
+            elsewhere = replace(reason, why=f"{reason.why}, {ELSEWHERE}")
+            record.elsewhere.append((here[here >= 0], elsewhere))

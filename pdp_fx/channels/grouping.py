@@ -118,7 +118,7 @@ def _makers(makes: Sequence[Make], labels: int) -> tuple[np.ndarray, list[tuple[
             if slot not in origins[number]:
                 origin[classes[before == number]] = len(origins)
                 origins.append((*origins[number], slot))
-    made = np.concatenate([np.empty(0, dtype=np.int64), *(classes for _, classes in makes)])
+    made = concatenated(classes for _, classes in makes)
     first = np.zeros(labels, dtype=np.int64)
     first[made[::-1]] = np.arange(len(made))[::-1]
     return made[first[made] == np.arange(len(made))], origins, origin
@@ -157,6 +157,11 @@ def _cuts(places: _Places, parts: Iterable[np.ndarray], loose: np.ndarray) -> li
             for number, piece in zip(group[starts].tolist(), pieces, strict=True):
                 found[number][tuple(piece.tolist())] = None
     return [list(cuts) for cuts in found]
+
+
+def concatenated(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """Arrays of labels or classes, one behind the other; an empty one if there are none."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *arrays])
 
 
 def distinct(numbers: np.ndarray) -> np.ndarray:

@@ -354,6 +354,11 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
     return known or RESIZERS.get(operation_name(node.target))
 
 
+def is_view(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether ``node`` lays axes out anew by sizes that it is given, or by those of another tensor."""
+    return node.target in ("view_as", "reshape_as") or rewrite_of(gm, node) in (_VIEW, _UNFLATTEN)
+
+
 def always_told(node: fx.Node) -> bool:
     """Whether ``node`` may need new sizes even if it does not change the layout of channels."""
     return any(node.target in told for told in (GROUPED, NORMS, GROUP_NORMS, ALWAYS_TOLD))

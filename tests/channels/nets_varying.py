@@ -217,6 +217,22 @@ class RowsForImages(Chooses):
         return self.after(x.permute(2, 1, 0, 3).reshape(b, c, h, w))
 
 
+class RowsForImagesByUnflatten(Chooses):
+    """The same by the function that spreads one axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(torch.unflatten(x.permute(2, 1, 0, 3).flatten(), 0, x.shape))
+
+
+class RowsForImagesByAnother(Chooses):
+    """The same by a method that takes the sizes of another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.after(x.permute(2, 1, 0, 3).reshape_as(x))
+
+
 class ChannelsBetweenAxes(Chooses):
     """The reshape ends in the middle of the channels, at a place that the width decides."""
 
@@ -258,6 +274,8 @@ VARYING = (
     Construct(PixelsNotPermuted, images(3, 2), removed=3, reason=TOLD),
     Construct(BatchNotTransposed, images(), removed=3, reason=TOLD),
     Construct(RowsForImages, images(3, 2), removed=3, reason=ELSEWHERE),
+    Construct(RowsForImagesByUnflatten, images(3, 2), removed=3, reason=ELSEWHERE),
+    Construct(RowsForImagesByAnother, images(3, 2), removed=3, reason=ELSEWHERE),
     Construct(ChannelsBetweenAxes, images(3, 2), removed=3, reason=TOLD),
     Construct(OneNotTransposed, one_image, removed=3, reason=TOLD),
 )
