@@ -2,14 +2,16 @@
 
 Sizes of the example may be equal by chance, such as those of 32 images of 32 x 32 pixels. A view that spreads
 channels over images or pixels can then look like one that does not, and channels that it mixes seem to be
-independent. What is tied or must stay at sizes that are all different holds for the example as well.
+independent; so can one of a single example that is right for single examples only. What is tied or must stay
+at sizes that are all different holds for the example as well.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import fx
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.grouping import concatenated
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.rewrites import is_view
+from pdp_fx.channels.rewrites import sizes_laid_out
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 
 _log = logging.getLogger(__name__)
@@ -38,9 +40,11 @@ def heed_other_sizes(
         inputs: the example.
         follow: gives the channel structure for other inputs, or raises an error if the model refuses them.
     """
-    if not _lays_out_by_sizes(gm, record):
+    views = list(_views_of_channels(gm, record))
+    single = not all(view.keeps_examples_apart for view in views)
+    if not single and not any(view.varies for view in views):
         return
-    for other in ExampleCall(*inputs).apart():
+    for other in ExampleCall(*inputs).apart(single):
         try:
             found = follow((other.args, dict(other.kwargs)))
         except Exception as err:  # noqa: BLE001 the example is ours, not the user's
@@ -50,15 +54,49 @@ def heed_other_sizes(
         return
 
 
-def _lays_out_by_sizes(gm: fx.GraphModule, record: Record) -> bool:
-    """Whether a view of channels is given sizes that may be others at the next call."""
+@dataclass(frozen=True)
+class _View:
+    """A view of channels that need not be the same at other sizes.
+
+    Attributes:
+        varies: whether it is given sizes that may be others at the next call.
+        keeps_examples_apart: whether a view of a single example is one of each example of a batch, too.
+    """
+
+    varies: bool
+    keeps_examples_apart: bool
+
+
+def _views_of_channels(gm: fx.GraphModule, record: Record) -> Iterator[_View]:
+    """The views of channels that are given a size of -1 or one that may be another at the next call."""
     given = record.varying | record.free_axes.keys()
-    return any(
-        any(value.layers for value in record.values_of(node.args[0]))
-        and any(source.name in given for source in node.all_input_nodes if source is not node.args[0])
-        for node in gm.graph.nodes
-        if node.args and is_view(gm, node)
-    )
+    for node in gm.graph.nodes:
+        values = record.values_of(node.args[0]) if node.args else ()
+        if len(values) != 1 or not values[0].layers:
+            continue
+        found = sizes_laid_out(gm, node, len(values[0].shape))
+        if found is None:
+            continue
+        first, sizes = found
+        varies = any(isinstance(size, fx.Node) and size.name in given for size in sizes)
+        if varies or -1 in sizes:
+            single = all(value.shape[:1] == (1,) for value in (*values, *record.values_of(node)))
+            yield _View(varies, single and (first > 0 or _starts_with_batch(sizes)))
+
+
+def _starts_with_batch(sizes: list[Any]) -> bool:
+    """Whether the first size is that of another first axis or what is left, and no other need follow it."""
+    first, *rest = sizes
+    batch = first == -1 or _axis_read(first) == 0
+    return batch and all(isinstance(size, int) or _axis_read(size) for size in rest)
+
+
+def _axis_read(size: Any) -> int | None:
+    """The axis whose size is read here; None if a node computes a size, and for a number."""
+    if not isinstance(size, fx.Node):
+        return None
+    axis: Any = size.args[1] if size.target == "size" and len(size.args) > 1 else None
+    return axis if isinstance(axis, int) else None
 
 
 def _heed(record: Record, other: ChannelMap) -> None:

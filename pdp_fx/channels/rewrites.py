@@ -354,9 +354,27 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
     return known or RESIZERS.get(operation_name(node.target))
 
 
-def is_view(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether ``node`` lays axes out anew by sizes that it is given, or by those of another tensor."""
-    return node.target in ("view_as", "reshape_as") or rewrite_of(gm, node) in (_VIEW, _UNFLATTEN)
+def sizes_laid_out(gm: fx.GraphModule, node: fx.Node, rank: int) -> tuple[int, list[Any]] | None:
+    """The sizes by which ``node`` lays axes out anew, and the first of these axes.
+
+    Args:
+        gm: the graph module of the node.
+        node: any node.
+        rank: how many axes its input has.
+
+    Returns:
+        Whole numbers and nodes, or another tensor whose sizes are taken; None if the node does no such thing.
+    """
+    if node.op == "call_module":
+        module: Any = gm.get_submodule(str(node.target))
+        return (module.dim % rank, list(module.unflattened_size)) if type(module) is nn.Unflatten else None
+    if node.target in ("view_as", "reshape_as"):
+        return 0, list(node.args[1:])
+    rewrite = rewrite_of(gm, node)
+    if rewrite is _UNFLATTEN:
+        axis, sizes = _arguments(node, 1, ("dim", "sizes"), 2)
+        return (axis % rank if isinstance(axis, int) else 0), _listed(sizes)
+    return (0, _listed(_sizes_given(node, 1, SHAPE)[2])) if rewrite is _VIEW else None
 
 
 def always_told(node: fx.Node) -> bool:

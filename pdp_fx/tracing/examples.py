@@ -98,11 +98,14 @@ class ExampleCall:
         for other in _other_sizes(size):
             yield self._mapped(lambda leaf, other=other: self._resize(leaf, size, other))
 
-    def apart(self) -> "Iterator[ExampleCall]":
+    def apart(self, single: bool) -> "Iterator[ExampleCall]":
         """Calls with another batch size and sizes that are equal on this call by chance, the likeliest first.
 
-        Of images as high as wide the width becomes another than the height, then both become smaller. Where
-        the model takes no other size, only the batch is another, unless this call has a single example.
+        Of images as high as wide the width becomes another than the height, then both become smaller. In the
+        last call only the batch is another, for models that take no other size.
+
+        Args:
+            single: whether this last call is made if this call has a single example, too.
         """
         if not self.batch or self.has_places_elsewhere:
             return
@@ -115,7 +118,7 @@ class ExampleCall:
             one, another = next(free), next(free)
             yield many._mapped(lambda leaf, size=size, to=(another, one): many._resize(leaf, size, *to))
             yield many._mapped(lambda leaf, size=size, to=one: many._resize(leaf, size, to))
-        if self.batch > 1:
+        if self.batch > 1 or single:
             yield many
 
     def other_axes(self, leaf: Any) -> "Iterator[tuple[int, int]]":

@@ -242,6 +242,26 @@ class ChannelsBetweenAxes(Chooses):
         return self.after(x.permute(1, 2, 3, 0).reshape(-1, c, b, h))
 
 
+class FirstOfOneImage(Chooses):
+    """Channels are taken for the first axis, as they are of a single image; images have one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x + self.places)
+        b, c, h, w = x.shape
+        return self.after(x.reshape(c, h, b * w)[None])
+
+
+class FirstOfOneImageWritten(Chooses):
+    """The same with sizes that are written as numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.stem(x).reshape(8, 6, -1)[None])
+
+
 def one_image(batch: int) -> Inputs:
     """A single image as the example, and other batches."""
     return images()(1 if batch == 2 else batch)
@@ -278,4 +298,6 @@ VARYING = (
     Construct(RowsForImagesByAnother, images(3, 2), removed=3, reason=ELSEWHERE),
     Construct(ChannelsBetweenAxes, images(3, 2), removed=3, reason=TOLD),
     Construct(OneNotTransposed, one_image, removed=3, reason=TOLD),
+    Construct(FirstOfOneImage, one_image, removed=3),
+    Construct(FirstOfOneImageWritten, one_image, removed=3),
 )

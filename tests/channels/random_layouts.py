@@ -51,19 +51,32 @@ class Permute:
 
 
 class LayoutNet(nn.Module):
-    """Runs its steps between a convolution and a linear layer, which reads the axis of length "c"."""
+    """Runs its steps between a convolution and a linear layer, which reads the axis of length "c".
 
-    def __init__(self, steps: tuple[View | Permute, ...], channels: int) -> None:
+    Args:
+        steps: what to do to the channels.
+        channels: how many there are.
+        written: the names of the sizes that views are given as numbers, for nets that take one size only.
+    """
+
+    def __init__(self, steps: tuple[View | Permute, ...], channels: int, written: str | None = None) -> None:
         super().__init__()
+        self.channels, self.written, self.size = channels, written, (0, 0)
         self.steps = steps
         self.stem, self.mid, self.head = conv_bn(3, channels, 1), nn.Linear(channels, 8), nn.Linear(8, 3)
         self.axis = next(view for view in reversed(steps) if isinstance(view, View)).parts.index(("c",))
 
+    def take_only(self, height: int, width: int) -> None:
+        """Refuse images of any other size from now on, unless views read all sizes off their input."""
+        if self.written is not None:
+            self.size, self.places = (height, width), nn.Parameter(torch.randn(3, height, width))
+
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.stem(x))
-        b, c, h, w = x.shape
+        x = torch.relu(self.stem(x if self.written is None else x + self.places))
+        sizes = dict(zip("bchw", x.shape, strict=True))
+        numbers = dict(zip("chw", (self.channels, *self.size), strict=True))
         for step in self.steps:
-            x = step.of(x, {"b": b, "c": c, "h": h, "w": w})
+            x = step.of(x, sizes | {name: numbers[name] for name in self.written or ""})
         return self.head(torch.relu(self.mid(x.movedim(self.axis, -1))))
 
 
@@ -83,7 +96,8 @@ def random_layouts(draw: Callable[[Any], Any]) -> LayoutNet:
     place = draw(st.integers(0, len(others)))
     last = (*others[:place], ("c",), *others[place:])
     steps.append(View(last, draw(st.sampled_from((None, *range(len(last)))))))
-    return LayoutNet(tuple(steps), draw(st.sampled_from((4, 6))))
+    written = draw(st.sampled_from((None, "", "chw", "hw")))
+    return LayoutNet(tuple(steps), draw(st.sampled_from((4, 6))), written)
 
 
 def _parts(draw: Callable[[Any], Any], names: tuple[str, ...]) -> tuple[Part, ...]:

@@ -48,7 +48,18 @@ def test_many_random_nets_are_exact(steps: tuple[Step, ...], rule: Channels, all
 
 
 EXAMPLES = st.sampled_from(
-    ((2, 2, 2), (4, 4, 4), (2, 4, 4), (3, 6, 2), (2, 3, 2), (4, 2, 3), (5, 7, 3), (1, 5, 7))
+    (
+        (2, 2, 2),
+        (4, 4, 4),
+        (2, 4, 4),
+        (3, 6, 2),
+        (2, 3, 2),
+        (4, 2, 3),
+        (5, 7, 3),
+        (1, 5, 7),
+        (1, 4, 6),
+        (1, 2, 2),
+    )
 )
 """Batch, height and width of an example; some are equal by chance, or divide numbers of channels."""
 
@@ -58,12 +69,14 @@ ELSEWHERE = ((1, 2, 2), (2, 3, 4), (4, 3, 2), (3, 2, 5), (5, 7, 3))
 def check_layout(net: LayoutNet, example: tuple[int, int, int]) -> None:
     """What is removed changes nothing, at other sizes than the example's, too."""
     torch.manual_seed(0)
+    net.take_only(*example[1:])
     net.double()
     spec = PruneSpec(Channels(ratio=0.5), (), Schedule(0, 1.0), allocation="uniform")
     prepared = pdp_fx.prepare(net, spec, images_of(example))
     pdp_fx.step(prepared)
     converted = pdp_fx.convert(prepared.eval())
-    for sizes in (example, *ELSEWHERE):
+    other_batches = [(batch, *example[1:]) for batch in (1, 2, 3, 4, 6)]
+    for sizes in (example, *other_batches, *ELSEWHERE):
         compare_where_both_work(prepared, converted, images_of(sizes), EXACT)
 
 

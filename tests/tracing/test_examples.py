@@ -5,8 +5,8 @@ import torch
 from pdp_fx.tracing.examples import ExampleCall
 
 
-def shapes_apart(*given: torch.Tensor) -> list[list[tuple[int, ...]]]:
-    return [[tuple(t.shape) for t in call.args] for call in ExampleCall(given, {}).apart()]
+def shapes_apart(*given: torch.Tensor, single: bool = False) -> list[list[tuple[int, ...]]]:
+    return [[tuple(t.shape) for t in call.args] for call in ExampleCall(given, {}).apart(single)]
 
 
 def test_images_get_sizes_that_are_all_different() -> None:
@@ -25,6 +25,7 @@ def test_inputs_of_one_length_keep_one_length() -> None:
 def test_a_single_example_stays_alone_where_nothing_else_can_change() -> None:
     assert all(shape != [(1, 3)] for shape in shapes_apart(torch.rand(1, 3)))
     assert shapes_apart(torch.rand(1)) == []
+    assert shapes_apart(torch.rand(1, 3), single=True)[-1] == [(2, 3)]
     assert shapes_apart(torch.tensor(1.0)) == []
 
 
