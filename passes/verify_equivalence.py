@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,18 +38,26 @@ class Reference:
         outputs: all outputs that are tensors or numbers.
         tolerance: the largest difference allowed, relative to the scale of the output.
         labels: whether outputs of whole numbers, such as predicted labels, must be equal.
+        other: inputs of another batch size and the outputs on them, or None.
     """
 
     outputs: tuple[Tensor, ...]
     tolerance: float
     labels: bool = True
+    other: tuple[Inputs, tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The largest difference from the prepared model, relative to the scale of the output."""
+    """The largest difference from the prepared model, relative to the scale of the output.
+
+    Attributes:
+        difference: that on the example inputs.
+        elsewhere: that on the inputs of another batch size; 0 if there are none.
+    """
 
     difference: float
+    elsewhere: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,19 +73,38 @@ class VerifyEquivalence(Pass):
             logger.info("convert was not checked by numbers: the model was prepared without example inputs")
             return False
         outputs = eval_outputs(gm, ctx.example_inputs)
-        ctx.put(Verified(relative_difference(outputs, reference.outputs, reference.labels)))
+        difference = relative_difference(outputs, reference.outputs, reference.labels)
+        ctx.put(Verified(difference, _elsewhere(gm, reference)))
         return False
 
     def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:
         verified, reference = ctx.find(Verified), ctx.find(Reference)
         if verified is None or reference is None:
             return
-        if not verified.difference <= reference.tolerance:
-            raise VerifyError(
-                f"the converted model differs from the prepared one by {verified.difference:.2e} of the "
-                f"output's scale; at most {reference.tolerance:.0e} is expected. "
-                "The model you gave is untouched"
-            )
+        places = ((verified.difference, ""), (verified.elsewhere, " on a batch of another size"))
+        for difference, place in places:
+            if not difference <= reference.tolerance:
+                raise VerifyError(
+                    f"the converted model differs from the prepared one by {difference:.2e} of the output's "
+                    f"scale{place}; at most {reference.tolerance:.0e} is expected. "
+                    "The model you gave is untouched"
+                )
+
+
+def _elsewhere(gm: fx.GraphModule, reference: Reference) -> float:
+    """The relative difference on inputs of another batch size; 0, with a warning, if ``gm`` refuses them."""
+    if reference.other is None:
+        return 0.0
+    inputs, wanted = reference.other
+    try:
+        return relative_difference(eval_outputs(gm, inputs), wanted, reference.labels)
+    except Exception as err:  # noqa: BLE001 it holds for the inputs that the user has given
+        logger.warning(
+            "the converted model takes batches of the example's size only: on one of another size, which the "
+            "prepared model takes, it fails: %s",
+            err,
+        )
+        return 0.0
 
 
 def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -97,8 +124,9 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _called(gm: fx.GraphModule, inputs: Inputs) -> Any:
+    """Call ``gm``; `nn.Module.__call__` avoids that a graph module prints its code after an error."""
     args, kwargs = fresh(inputs)
-    return gm(*args, **kwargs)
+    return nn.Module.__call__(gm, *args, **kwargs)
 
 
 class InOrder(TorchDispatchMode):

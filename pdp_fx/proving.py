@@ -29,7 +29,7 @@ from pdp_fx.passes.verify_equivalence import (
 )
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
-from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.verify import run
@@ -94,9 +94,10 @@ def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphMod
     try:
         return _converted(_copy(gm), TOLERANCE[torch.float64], on_pass)
     except VerifyError:
-        pruner = gm.get_submodule(CHILD)
-        inputs = matching(cast(Pruner, pruner).example_inputs, gm)
-        allowed = allowed_for(rounding_effect(gm, inputs))
+        pruner = cast(Pruner, gm.get_submodule(CHILD))
+        inputs = matching(cast(Inputs, pruner.example_inputs), gm)
+        other = _elsewhere(gm, pruner, inputs)
+        allowed = allowed_for(max(rounding_effect(gm, call) for call in (inputs, *(other or ())[:1])))
         if allowed == TOLERANCE[torch.float64]:
             raise
     return _converted(_copy(gm), allowed, on_pass)
@@ -191,7 +192,7 @@ def _converted(
         gm: a copy of the prepared model.
         tolerance: the difference allowed, relative to the scale of the output.
         on_pass: as in `pdp_fx.convert`.
-        labels: as in `Reference`.
+        labels: as in `Reference`; if labels may differ, nothing is compared on another batch.
     """
     pruner = gm.get_submodule(CHILD)
     if not isinstance(pruner, Pruner):
@@ -214,6 +215,22 @@ def _converted(
             tolerance = tolerance if precision.double else rounding
         else:
             outputs = eval_outputs(gm, inputs)
-        ctx.put(Reference(outputs, tolerance, labels))
+        ctx.put(Reference(outputs, tolerance, labels, _elsewhere(gm, pruner, inputs) if labels else None))
     CONVERT.run(gm, ctx, on_pass)
     return plain(gm)
+
+
+def _elsewhere(
+    gm: fx.GraphModule, pruner: Pruner, inputs: Inputs
+) -> tuple[Inputs, tuple[Tensor, ...]] | None:
+    """Inputs of another batch size and the outputs on them, if a view may lay channels out otherwise there.
+
+    The labels of channels tell what such views do at other sizes; this is the proof.
+    """
+    if pruner.channels is None or not pruner.channels.by_sizes:
+        return None
+    for call in ExampleCall(*inputs).others():
+        other = call.args, dict(call.kwargs)
+        with contextlib.suppress(Exception):
+            return other, eval_outputs(gm, other)
+    return None

@@ -44,6 +44,7 @@ def heed_other_sizes(
     single = not all(view.keeps_examples_apart for view in views)
     if not single and not any(view.varies for view in views):
         return
+    record.by_sizes = single
     for other in ExampleCall(*inputs).apart(single):
         try:
             found = follow((other.args, dict(other.kwargs)))
