@@ -14,7 +14,7 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from pdp_fx.channels.labels import compress
 from pdp_fx.channels.record import Labelled, Record
@@ -166,5 +166,9 @@ def _grown(size: Any, record: Record) -> Any:
     function: Any = size.target
     if size.op != "call_function" or getattr(function, "__module__", "") not in NUMBER_HOMES:
         return record.numbers.get(size.name)
-    args, kwargs = map_aggregate((size.args, size.kwargs), lambda leaf: _grown(leaf, record))
+    grown = {source: _grown(source, record) for source in size.all_input_nodes}
+    if any(value is None for value in grown.values()):
+        # It is not made of sizes alone, such as whether the model is in training mode.
+        return record.numbers.get(size.name)
+    args, kwargs = map_arg((size.args, size.kwargs), grown.__getitem__)
     return function(*args, **kwargs)

@@ -82,7 +82,7 @@ def is_object(value: object) -> bool:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a structure, depth first; objects are looked into, too."""
+    """All tensors in a structure, depth first; objects are looked into once each, lists wherever they are."""
     yield from _leaves(value, (torch.Tensor,), set())
 
 
@@ -138,6 +138,9 @@ def _leaves(value: Any, kinds: tuple[type, ...], seen: set[int]) -> Iterator[Any
     seen.add(id(value))
     for _, _, part in children(value):
         yield from _leaves(part, kinds, seen)
+    if isinstance(value, tuple | list | Mapping):
+        # A graph that returns a list twice may return two lists; only one that holds itself has no end.
+        seen.remove(id(value))
 
 
 def fresh_copy(value: Any) -> Any:

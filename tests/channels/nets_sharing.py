@@ -1,5 +1,7 @@
 """Gates, scales, branches, tables, and weights that are used more than once."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -269,6 +271,24 @@ class TwoInputs(nn.Module):
         return {"out": self.head(F.relu(self.image(image)) * gate[:, :, None, None]), "text": gate.sum(1)}
 
 
+class TwoHeads(nn.Module):
+    """Two detection heads; in training one does not train the stem. Both return the same list of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = conv_bn(3, 8)
+        self.many, self.one = (nn.Sequential(conv_bn(8, 6), nn.Conv2d(6, 4, 1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, dict[str, Any]]:
+        features = [F.relu(self.stem(x))]
+        cut_off = [each.detach() for each in features] if self.training else features
+        return {"many": self.boxes(features, self.many), "one": self.boxes(cut_off, self.one)}
+
+    def boxes(self, features: list[Tensor], head: nn.Module) -> dict[str, Any]:
+        batch = features[0].shape[0]
+        return {"boxes": head(features[0]).view(batch, 4, -1), "features": features}
+
+
 SHARING = (
     Construct(SqueezeExcite, images(), removed=10),
     Construct(SqueezeExciteLinear, images(), removed=10),
@@ -291,4 +311,5 @@ SHARING = (
     Construct(FrozenBranch, images(), removed=8),
     Construct(DetachedBranch, images(), removed=12),
     Construct(TwoInputs, pairs(images(), sequences()), removed=8),
+    Construct(TwoHeads, images(), removed=6, reason="returns these channels"),
 )
