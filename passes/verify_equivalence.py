@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
-from pdp_fx.example_inputs import fresh, trial
-from pdp_fx.tracing.examples import Inputs
+from pdp_fx.example_inputs import trial
+from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.preserve import torch_generators
 from pdp_fx.tracing.structure import flat_tensors, tensors_and_numbers
+from pdp_fx.tracing.verify import called
 
 logger = logging.getLogger(__name__)
 
@@ -114,19 +115,13 @@ def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
     """
     with trial(gm):
         before = tree_leaves(torch_generators())
-        result = _called(gm, inputs)
+        result = called(gm, ExampleCall(*inputs).fresh())
         after = tree_leaves(torch_generators())
         drawn = len(before) != len(after) or not all(map(torch.equal, before, after))
     if drawn:
         with trial(gm), InOrder():
-            result = _called(gm, inputs)
+            result = called(gm, ExampleCall(*inputs).fresh())
     return tuple(torch.as_tensor(leaf).detach().clone() for leaf in tensors_and_numbers(result))
-
-
-def _called(gm: fx.GraphModule, inputs: Inputs) -> Any:
-    """Call ``gm``; `nn.Module.__call__` avoids that a graph module prints its code after an error."""
-    args, kwargs = fresh(inputs)
-    return nn.Module.__call__(gm, *args, **kwargs)
 
 
 class InOrder(TorchDispatchMode):

@@ -227,7 +227,7 @@ def _elsewhere(
 
     The labels of channels tell what such views do at other sizes; this is the proof.
     """
-    if pruner.channels is None or not pruner.channels.by_sizes:
+    if pruner.channels is None or not pruner.channels.by_batch:
         return None
     for call in ExampleCall(*inputs).others():
         other = call.args, dict(call.kwargs)

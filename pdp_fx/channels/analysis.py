@@ -248,7 +248,7 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
         batch=batch,
         classes=classes,
         stand_ins=record.stand_ins,
-        by_sizes=record.by_sizes,
+        by_batch=record.by_batch,
     )
 
 

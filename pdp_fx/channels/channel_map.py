@@ -69,7 +69,7 @@ class ChannelMap:
         batch: the size of the first axis of the first input tensor.
         classes: the class of every label.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
-        by_sizes: whether a view lays channels out so that it may be another in a batch of another size.
+        by_batch: whether a view lays channels out so that it may be another in a batch of another size.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -90,7 +90,7 @@ class ChannelMap:
     batch: int
     classes: np.ndarray
     stand_ins: dict[str, StandIn]
-    by_sizes: bool
+    by_batch: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:
         """A map never changes, so a copied model shares it."""

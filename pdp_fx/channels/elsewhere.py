@@ -44,7 +44,7 @@ def heed_other_sizes(
     single = not all(view.keeps_examples_apart for view in views)
     if not single and not any(view.varies for view in views):
         return
-    record.by_sizes = single
+    record.by_batch = single
     for other in ExampleCall(*inputs).apart(single):
         try:
             found = follow((other.args, dict(other.kwargs)))
@@ -82,6 +82,8 @@ def _views_of_channels(gm: fx.GraphModule, record: Record) -> Iterator[_View]:
         varies = any(isinstance(size, fx.Node) and size.name in given for size in sizes)
         if varies or -1 in sizes:
             single = all(value.shape[:1] == (1,) for value in (*values, *record.values_of(node)))
+            # The first axis may be that of the rows of an image of one row, and the batch another.
+            single = single and not (record.reorders and 1 in values[0].shape[1:])
             yield _View(varies, single and (first > 0 or _starts_with_batch(sizes)))
 
 

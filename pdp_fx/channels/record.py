@@ -173,7 +173,8 @@ class Record:
         varying: nodes whose result may differ at the next call.
         free_axes: for every shape that was read, the axes whose sizes may then differ, and its rank.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
-        by_sizes: whether a view lays channels out so that it may be another in a batch of another size.
+        reorders: whether an operation put axes into another order, so that the first need not be the batch.
+        by_batch: whether a view lays channels out so that it may be another in a batch of another size.
     """
 
     ties: Ties = field(default_factory=Ties)
@@ -199,7 +200,8 @@ class Record:
         default_factory=dict[str, "tuple[frozenset[int], int]"]
     )
     stand_ins: dict[str, StandIn] = field(default_factory=dict[str, StandIn])
-    by_sizes: bool = False
+    reorders: bool = False
+    by_batch: bool = False
 
     def values_of(self, given: Any) -> tuple[Labelled, ...]:
         """The tensors that a node returned; none if it returned none, or is no node but a number."""

@@ -31,6 +31,9 @@ SIZED = frozenset({
 SHAPED = frozenset({aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.expand})
 """Those of them that have a shape as an argument."""
 
+REORDERED = frozenset({aten.permute, aten.transpose, aten.t, aten.movedim})
+"""Operations that put axes into another order."""
+
 
 @rule(
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand,
@@ -43,6 +46,7 @@ SHAPED = frozenset({aten.view, aten._unsafe_view, aten.reshape, aten._reshape_al
 def layout(call: Call, flow: LabelFlow) -> None:
     """Run the operation on every label layer of its tensor."""
     source, packet = call.args[0], call.func.overloadpacket
+    flow.record.reorders = flow.record.reorders or packet in REORDERED
     flow.freeze_all(call.tensors()[1:], "these values choose places of another tensor")
     if packet is aten.roll and not call.argument(2, "dims", ()):
         flow.freeze_all([source], "it is rolled along all axes at once", "name the axis to roll along")

@@ -25,13 +25,13 @@ def run(
         runner: calls the model; None calls it as it is.
         others: further modules whose state is restored.
     """
-    return forgetting(lambda: _run(model, example.fresh(), training, runner or _call), model, *others)
+    return forgetting(lambda: _run(model, example.fresh(), training, runner or called), model, *others)
 
 
 def tried(model: nn.Module, example: ExampleCall, training: bool, *others: nn.Module) -> Outcome | Exception:
     """The outcome of a model in one mode on an example that it may refuse, or the error that it raises."""
     try:
-        work = lambda: _run(model, example.fresh(), training, _call)  # noqa: E731
+        work = lambda: _run(model, example.fresh(), training, called)  # noqa: E731
         return forgetting(work, model, *others, expected=(Exception,))
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         return err
@@ -41,8 +41,8 @@ def twice(first: ExampleCall) -> Runner:
     """A runner that calls a model on ``first`` before the example, which shows state kept between calls."""
 
     def call(model: Any, second: ExampleCall) -> Any:
-        _call(model, first.fresh())
-        return _call(model, second)
+        called(model, first.fresh())
+        return called(model, second)
 
     return call
 
@@ -51,7 +51,7 @@ def _run(model: nn.Module, call: ExampleCall, training: bool, runner: Runner) ->
     return outcome(model, runner(in_mode(model, training), call))
 
 
-def _call(model: nn.Module, call: ExampleCall) -> Any:
+def called(model: nn.Module, call: ExampleCall) -> Any:
     """Call a model; `nn.Module.__call__` avoids that a graph module prints its code after an error."""
     if isinstance(model, fx.GraphModule):
         return nn.Module.__call__(model, *call.args, **call.kwargs)

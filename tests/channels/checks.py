@@ -166,6 +166,14 @@ def compare_where_both_work(
         assert found <= tolerance, f"differs by {found:.1e} at other sizes"
 
 
+def halved(model: nn.Module, inputs: tuple[Any, ...]) -> fx.GraphModule:
+    """The model in float64, prepared with half of the channels of every group masked."""
+    spec = PruneSpec(Channels(ratio=0.5), (), Schedule(0, 1.0), allocation="uniform")
+    prepared = pdp_fx.prepare(model.double(), spec, inputs)
+    pdp_fx.step(prepared)
+    return prepared
+
+
 def check_converted(
     model: nn.Module, prepared: fx.GraphModule, batches: list[tuple[Any, ...]]
 ) -> fx.GraphModule:

@@ -262,6 +262,18 @@ class FirstOfOneImageWritten(Chooses):
         return self.after(self.stem(x).reshape(8, 6, -1)[None])
 
 
+class ColumnFirst(nn.Module):
+    """The column of an image of one pixel stands where the examples seem to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Conv2d(3, 8, 6), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = self.stem(x).permute(3, 1, 0, 2).reshape(-1, 8, 1, 1)
+        return self.head(F.relu(self.mid(columns)))
+
+
 def one_image(batch: int) -> Inputs:
     """A single image as the example, and other batches."""
     return images()(1 if batch == 2 else batch)
@@ -300,4 +312,5 @@ VARYING = (
     Construct(OneNotTransposed, one_image, removed=3, reason=TOLD),
     Construct(FirstOfOneImage, one_image, removed=3),
     Construct(FirstOfOneImageWritten, one_image, removed=3),
+    Construct(ColumnFirst, one_image, removed=3),
 )

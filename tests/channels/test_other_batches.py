@@ -1,29 +1,22 @@
-"""Converting compares on a batch of another size, too, where views lay channels out by sizes."""
+"""Converting compares on another batch, too, where the example does not show what views do to one."""
 
 import logging
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import pdp_fx
-from pdp_fx import Channels, PruneSpec, Schedule, VerifyError
+from pdp_fx import VerifyError
 from pdp_fx.channels import elsewhere
+from tests.channels.checks import halved
 from tests.channels.nets_varying import FirstOfOneImage, one_image
 from tests.channels.random_layouts import LayoutNet, View
 
 
-def pruned(net: nn.Module, image: torch.Tensor) -> fx.GraphModule:
-    """The net with half of its channels masked."""
-    spec = PruneSpec(Channels(ratio=0.5), (), Schedule(0, 1.0), allocation="uniform")
-    prepared = pdp_fx.prepare(net.double(), spec, (image,))
-    pdp_fx.step(prepared)
-    return prepared
-
-
 def test_what_labels_do_not_show_is_shown_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elsewhere, "_heed", lambda record, other: None)
-    prepared = pruned(FirstOfOneImage(), *one_image(1))
+    prepared = halved(FirstOfOneImage(), one_image(1))
     with pytest.raises(VerifyError, match="of the output's scale on a batch of another size"):
         pdp_fx.convert(prepared)
 
@@ -34,7 +27,7 @@ def test_a_model_that_takes_no_other_batch_any_more_is_said(
     steps = (View((("w",), ("c", "b", "h")), 1), View((("b",), ("c",), ("w",), ("h",)), 0))
     net = LayoutNet(steps, 6, "chw")
     net.take_only(1, 6)
-    prepared = pruned(net, torch.randn(1, 3, 1, 6, dtype=torch.float64))
+    prepared = halved(net, (torch.randn(1, 3, 1, 6, dtype=torch.float64),))
     with caplog.at_level(logging.WARNING):
         converted = pdp_fx.convert(prepared)
     assert "takes batches of the example's size only" in caplog.text
