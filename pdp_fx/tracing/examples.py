@@ -86,9 +86,9 @@ class ExampleCall:
         return self._changed(lambda rows: rows[:1].clone()) if self.batch > 1 else None
 
     def sizes(self) -> frozenset[int]:
-        """The sizes above 1 of all axes but the batch."""
+        """The sizes of all axes but the batch, without those of empty tensors."""
         found = (size for leaf in tensors((self.args, self.kwargs)) for _, size in self.other_axes(leaf))
-        return frozenset(size for size in found if size > 1)
+        return frozenset(size for size in found if size)
 
     def resized(self, size: int) -> "Iterator[ExampleCall]":
         """Calls in which all axes of one size, except the batch, have another size, the cheapest first.
@@ -101,8 +101,9 @@ class ExampleCall:
     def apart(self, single: bool) -> "Iterator[ExampleCall]":
         """Calls with another batch size and sizes that are equal on this call by chance, the likeliest first.
 
-        Of images as high as wide the width becomes another than the height, then both become smaller. In the
-        last call only the batch is another, for models that take no other size.
+        Of images as high as wide the width becomes another than the height, then both become smaller. Axes of
+        one index become longer in the first calls, for they may hide any order. In the last call only the
+        batch is another, for models that take no other size.
 
         Args:
             single: whether this last call is made if this call has a single example, too.
@@ -112,14 +113,22 @@ class ExampleCall:
         sizes = self.sizes()
         rows = next(size for size in count(2) if size != self.batch and size not in sizes)
         many = self._changed(lambda leaf: torch.cat([leaf] * -(-rows // self.batch))[:rows])
-        for size in sorted(sizes, reverse=True):
-            taken = {1, rows, *sizes}
-            free = (other for other in chain(_other_sizes(size), count(size)) if other not in taken)
-            one, another = next(free), next(free)
-            yield many._mapped(lambda leaf, size=size, to=(another, one): many._resize(leaf, size, *to))
-            yield many._mapped(lambda leaf, size=size, to=one: many._resize(leaf, size, to))
+        if 1 in sizes:
+            longer = next(many._spread(1, sizes))
+            for size in sorted(sizes - {1}, reverse=True):
+                yield from longer._spread(size, longer.sizes() | sizes)
+            yield longer
+        for size in sorted(sizes - {1}, reverse=True):
+            yield from many._spread(size, sizes)
         if self.batch > 1 or single:
             yield many
+
+    def _spread(self, size: int, taken: frozenset[int]) -> "Iterator[ExampleCall]":
+        """Calls in which axes of one size have sizes that are not taken: two for the last axis, then one."""
+        free = (other for other in chain(_other_sizes(size), count(size)) if other not in {1, self.batch, *taken})
+        one, another = next(free), next(free)
+        yield self._mapped(lambda leaf: self._resize(leaf, size, another, one))
+        yield self._mapped(lambda leaf: self._resize(leaf, size, one))
 
     def other_axes(self, leaf: Any) -> "Iterator[tuple[int, int]]":
         """The axes of a tensor that are not the batch's, and how long they are."""
@@ -157,7 +166,7 @@ class ExampleCall:
 def _other_sizes(size: int) -> tuple[int, ...]:
     """Half of a size, and two near it that are multiples of the same power of two; none is 0."""
     power = size & -size
-    found = (size // 2, size - power, size + (power if power < size else size // 2))
+    found = (size // 2, size - power, size + (power if power < size else max(size // 2, 1)))
     return tuple(other for other in dict.fromkeys(found) if other)
 
 

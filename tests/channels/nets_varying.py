@@ -274,6 +274,24 @@ class ColumnFirst(nn.Module):
         return self.head(F.relu(self.mid(columns)))
 
 
+class RowNotTransposed(nn.Module):
+    """Rows are taken for signals without being transposed, which images of one row do not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = conv_bn(3, 8), nn.Conv1d(8, 6, 1), nn.Conv1d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        b, _, h, w = x.shape
+        return self.head(F.relu(self.mid(x.reshape(b * h, -1, w))))
+
+
+def of_one_row(batch: int) -> Inputs:
+    """Images of one row."""
+    return (torch.randn(batch, 3, 1, 6, dtype=torch.float64),)
+
+
 def one_image(batch: int) -> Inputs:
     """A single image as the example, and other batches."""
     return images()(1 if batch == 2 else batch)
@@ -313,4 +331,5 @@ VARYING = (
     Construct(FirstOfOneImage, one_image, removed=3),
     Construct(FirstOfOneImageWritten, one_image, removed=3),
     Construct(ColumnFirst, one_image, removed=3),
+    Construct(RowNotTransposed, of_one_row, removed=3),
 )

@@ -60,6 +60,8 @@ EXAMPLES = st.sampled_from(
         (1, 4, 6),
         (1, 2, 2),
         (1, 1, 1),
+        (1, 1, 4),
+        (2, 3, 1),
     )
 )
 """Batch, height and width of an example; some are equal by chance, or divide numbers of channels."""

@@ -29,6 +29,13 @@ def test_a_single_example_stays_alone_where_nothing_else_can_change() -> None:
     assert shapes_apart(torch.tensor(1.0)) == []
 
 
+def test_axes_of_one_index_become_longer_in_the_first_calls() -> None:
+    assert [(2, 3, 5, 4)] in shapes_apart(torch.rand(1, 3, 1, 1))
+    found = shapes_apart(torch.rand(2, 1, 8, 8))
+    assert found[0] == [(3, 2, 12, 4)]
+    assert [(3, 1, 12, 4)] in found, "the model may take one channel only"
+
+
 def test_sizes_that_are_taken_are_left_out() -> None:
     for (images,) in shapes_apart(torch.rand(2, 4, 6, 8))[:-1]:
         assert len(set(images)) == 4, images

@@ -421,6 +421,12 @@ def test_a_number_made_of_a_size_unseen_holds_the_graph_to_the_size(act: Any) ->
         gm(rows(1, 4, 5))
 
 
+def test_an_axis_of_one_index_is_tried_longer() -> None:
+    gm = exact(Deciding(by_a_number_on_the_left), rows(1, 4, 1), rows(3, 4, 1))
+    with pytest.raises(AssertionError, match="this graph holds for inputs of size 1 only"):
+        gm(rows(1, 4, 5))
+
+
 class InTraining(nn.Module):
     """Makes an unseen number of a size in training mode only."""
 
