@@ -125,7 +125,8 @@ class ExampleCall:
 
     def _spread(self, size: int, taken: frozenset[int]) -> "Iterator[ExampleCall]":
         """Calls in which axes of one size have sizes that are not taken: two for the last axis, then one."""
-        free = (other for other in chain(_other_sizes(size), count(size)) if other not in {1, self.batch, *taken})
+        used = {1, self.batch, *taken}
+        free = (other for other in chain(_other_sizes(size), count(size)) if other not in used)
         one, another = next(free), next(free)
         yield self._mapped(lambda leaf: self._resize(leaf, size, another, one))
         yield self._mapped(lambda leaf: self._resize(leaf, size, one))
