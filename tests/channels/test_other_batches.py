@@ -24,15 +24,14 @@ def test_what_labels_do_not_show_is_shown_by_numbers(monkeypatch: pytest.MonkeyP
 def test_a_model_that_takes_no_other_batch_any_more_is_said(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = (View((("w",), ("c", "b", "h")), 1), View((("b",), ("c",), ("w",), ("h",)), 0))
-    net = LayoutNet(steps, 6, "chw")
-    net.take_only(1, 6)
-    prepared = halved(net, (torch.randn(1, 3, 1, 6, dtype=torch.float64),))
+    net = LayoutNet((View((("c",), ("b", "h", "w")), 1), View((("b",), ("c",), ("h",), ("w",)), 0)), 6, "chw")
+    net.take_only(2, 6)
+    prepared = halved(net, (torch.randn(1, 3, 2, 6, dtype=torch.float64),))
     with caplog.at_level(logging.WARNING):
         converted = pdp_fx.convert(prepared)
     assert "takes batches of the example's size only" in caplog.text
-    two = torch.randn(2, 3, 1, 6, dtype=torch.float64)
-    assert prepared.eval()(two).shape == (2, 6, 1, 3)
+    two = torch.randn(2, 3, 2, 6, dtype=torch.float64)
+    assert prepared.eval()(two).shape == (2, 2, 6, 3)
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(RuntimeError, match="invalid for input of size 36"):
+    with pytest.raises(RuntimeError, match="invalid for input of size 72"):
         nn.Module.__call__(converted, two)
