@@ -113,15 +113,12 @@ class ExampleCall:
         sizes = self.sizes()
         rows = next(size for size in count(2) if size != self.batch and size not in sizes)
         many = self._changed(lambda leaf: torch.cat([leaf] * -(-rows // self.batch))[:rows])
-        if 1 in sizes:
-            longer = next(many._spread(1, sizes))
+        longer = [next(many._spread(1, sizes))] if 1 in sizes else []
+        for call in (*longer, many):
             for size in sorted(sizes - {1}, reverse=True):
-                yield from longer._spread(size, longer.sizes() | sizes)
-            yield longer
-        for size in sorted(sizes - {1}, reverse=True):
-            yield from many._spread(size, sizes)
-        if self.batch > 1 or single:
-            yield many
+                yield from call._spread(size, sizes | call.sizes())
+            if call is not many or self.batch > 1 or single:
+                yield call
 
     def _spread(self, size: int, taken: frozenset[int]) -> "Iterator[ExampleCall]":
         """Calls in which axes of one size have sizes that are not taken: two for the last axis, then one."""
