@@ -31,6 +31,7 @@ from pdp_fx.tracing.exact import (
 )
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.findings import Findings, Sizes
+from pdp_fx.tracing.forgetting import in_mode
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import taken_name
@@ -79,6 +80,7 @@ def trace(
             "rename it, or put the model into another, as in nn.Sequential(model)"
         )
     with ALONE:
+        _refuse_one_mode(model)
         if example_inputs is None:
             return _trace_symbolically(model)
         return _trace_on(model, example_call(example_inputs), watch)
@@ -214,6 +216,18 @@ def without_shape(model: nn.Module) -> str | None:
     """The name of a parameter or buffer of a lazy module that has not run yet, or None."""
     named = (*model.named_parameters(), *model.named_buffers())
     return next((name for name, tensor in named if is_lazy(tensor)), None)
+
+
+def _refuse_one_mode(model: nn.Module) -> None:
+    """Refuse a model that cannot be trained and evaluated, as what `torch.export` makes of one."""
+    try:
+        with preserved(model):
+            in_mode(model, training=False)
+    except Exception as err:
+        raise TraceError(
+            f"{type(model).__name__} cannot change between training and evaluation: {type(err).__name__}: "
+            f"{err}; of an exported model, prepare the Python model and export the converted one"
+        ) from err
 
 
 def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:

@@ -224,6 +224,13 @@ REFUSED = {
         SpecError,
         "compiled by TorchScript; prepare the Python model",
     ),
+    "exported model": (
+        lambda: torch.export.export(Mlp(), (ROWS,)).module(),
+        at_once(Unstructured(0.5)),
+        ROWS,
+        TraceError,
+        "cannot change between training and evaluation: .*prepare the Python model and export",
+    ),
     "no example": (Mlp, at_once(Unstructured(0.5)), ROWS[:0], TraceError, "give at least one example"),
     "nested example": (
         Mlp,

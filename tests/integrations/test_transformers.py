@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 import pdp_fx
-from pdp_fx import PruneSpec, Schedule, StateError, Unstructured
+from pdp_fx import Channels, PruneSpec, Schedule, StateError, Unstructured
 from pdp_fx.schedule import Unit
 from tests.training.nets import pruned_counts, state
 
@@ -17,7 +17,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
-    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainingArguments,
+    )
     from transformers.integrations.neftune import neftune_post_forward_hook
 
     from pdp_fx.integrations.transformers import PruningCallback
@@ -187,3 +194,30 @@ def test_labels_are_smoothed_with_the_config_of_the_model(tmp_path: Path) -> Non
     vars(gm)["config"] = model.config
     train(gm, tmp_path, 2, label_smoothing_factor=0.1)
     assert sum(pruned_counts(gm)) > 0
+
+
+def test_a_model_generates_with_the_forward_of_the_converted_one() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=None,
+        initializer_range=0.5,
+    )
+    model: Any = GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(0, 64, (2, 8))
+    spec = PruneSpec(Channels(ratio=0.5), schedule=Schedule(start=0, epsilon=1.0))
+    gm = pdp_fx.prepare(model, spec, {"input_ids": tokens})
+    pdp_fx.step(gm)
+    small = pdp_fx.convert(gm)
+    wanted = tokens
+    for _ in range(6):
+        wanted = torch.cat([wanted, gm.eval()(input_ids=wanted).logits[:, -1:].argmax(-1)], 1)
+    assert not torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), wanted)
+    model.forward = lambda input_ids, **_: small(input_ids=input_ids)
+    assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), wanted)
