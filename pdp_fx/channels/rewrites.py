@@ -7,16 +7,19 @@ Its ``fits``, called while labels flow (`resize`), says whether the rewrite can 
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 from torch.nn import functional
 
 from pdp_fx.channels.mixed_views import mixed_axes
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job, Rewrite, are_distinct, placed_before
+from pdp_fx.channels.rules_attention import FUSED
 from pdp_fx.channels.subscripts import chosen, subscript, subscript_fits, varying_axes
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.channels.written_sizes import hold_to_size, written_out
@@ -243,6 +246,28 @@ def _unchanged(given: Any, job: Job) -> Any:
     return job.mended(given, job.number(given)) if changing else given
 
 
+def _as_counted(node: fx.Node, job: Job) -> None:
+    """Write out how many channels there were, by which an arithmetic operation computes, as for a scale."""
+
+    def written(given: fx.Node) -> Any:
+        return job.number(given) if given.name in job.changing else given
+
+    node.args, node.kwargs = map_arg(node.args, written), map_arg(node.kwargs, written)
+
+
+def _counts_fit(node: fx.Node, record: Record) -> bool:
+    """Fits tensors, if the numbers of channels that the node computes with are the same at every call."""
+    counts = [source.name for source in node.all_input_nodes if source.name in record.taint]
+    return any(map(record.values_of, node.all_input_nodes)) and record.varying.isdisjoint(counts)
+
+
+def _scale(node: fx.Node, job: Job) -> None:
+    """Write out the scale of attention, which otherwise follows the number of channels of a query."""
+    inner = len(job.source.value.shape) - 1
+    if job.source.changes(inner) and node.kwargs.get("scale") is None:
+        node.update_kwarg("scale", 1 / math.sqrt(job.source.value.shape[inner]))
+
+
 def _groups(node: fx.Node, job: Job) -> None:
     """Update the groups of a depthwise convolution, one for each channel; other numbers of groups stay."""
     channels = job.source.value.shape[1] if len(job.source.value.shape) > 1 else 1
@@ -267,6 +292,7 @@ _NARROW, _PAD, _UNFLATTEN = (
     Rewrite(_unflatten, varies=_unflatten_varies),
 )
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
+_COUNTED, _SCALED = Rewrite(_as_counted, _counts_fit), Rewrite(_scale)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),
     Rewrite(_roll, _roll_fits),
@@ -291,6 +317,19 @@ RESIZERS: dict[Any, Rewrite] = {
     "squeeze_": _SQUEEZE,
 }  # fmt: skip
 """The rewrites of functions and methods that have sizes or positions among their arguments."""
+
+ATTENTION: frozenset[Any] = frozenset({
+    functional.scaled_dot_product_attention,
+    *map(operation_name, (torch.ops.aten.scaled_dot_product_attention, *FUSED)),
+})  # fmt: skip
+"""Attention as one operation, whose scale is that of the number of channels of its query if it gets none."""
+
+ARITHMETIC: frozenset[Any] = frozenset({
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.iadd, operator.isub,
+    operator.imul, operator.itruediv, torch.add, torch.sub, torch.mul, torch.div, torch.pow, "add", "sub",
+    "mul", "div", "pow", "add_", "sub_", "mul_", "div_", "pow_",
+})  # fmt: skip
+"""Functions and methods that compute element by element, also with a number such as that of channels."""
 
 MODULE_RESIZERS: dict[type[nn.Module], Rewrite] = {nn.Unflatten: Rewrite(_unflatten_module)}
 """The rewrites of modules that hold sizes of activations."""
@@ -350,6 +389,10 @@ def rewrite_of(gm: fx.GraphModule, node: fx.Node) -> Rewrite | None:
         return MODULE_RESIZERS.get(type(gm.get_submodule(str(node.target))))
     if node.target in GROUPED:
         return _GROUPS
+    if node.target in ARITHMETIC:
+        return _COUNTED
+    if _is_attention(node):
+        return _SCALED
     known = NORMS.get(node.target) or GROUP_NORMS.get(node.target) or RESIZERS.get(node.target)
     return known or RESIZERS.get(operation_name(node.target))
 
@@ -379,4 +422,9 @@ def sizes_laid_out(gm: fx.GraphModule, node: fx.Node, rank: int) -> tuple[int, l
 
 def always_told(node: fx.Node) -> bool:
     """Whether ``node`` may need new sizes even if it does not change the layout of channels."""
-    return any(node.target in told for told in (GROUPED, NORMS, GROUP_NORMS, ALWAYS_TOLD))
+    told = any(node.target in told for told in (GROUPED, NORMS, GROUP_NORMS, ALWAYS_TOLD))
+    return told or _is_attention(node)
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.target in ATTENTION or operation_name(node.target) in ATTENTION

@@ -7,11 +7,8 @@ dropped.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, compress, shaped
@@ -26,8 +23,6 @@ FUSED = (
     aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_attention_math, aten._scaled_dot_product_fused_attention_overrideable,
 )  # fmt: skip
-SCALED = "attention divides by the root of the number of these channels"
-SCALED_REMEDY = "give scaled_dot_product_attention its scale as a number"
 
 
 def heads_first(tensor: Tensor, heads: int, flow: LabelFlow) -> list[Layer]:
@@ -143,26 +138,6 @@ def attention(call: Call, flow: LabelFlow) -> None:
     kept += [layer for layer in (inside,) if layer is not None]
     kept += [Layer(t.ids, torch.zeros_like(t.zero), (t,)) for t in (tokens,) if t is not None]
     flow.put(result, kept)
-
-
-def is_fused_attention(target: Any) -> bool:
-    """Whether a node calls attention as one operation, by whatever name."""
-    packet = getattr(target, "overloadpacket", target)
-    return packet in (functional.scaled_dot_product_attention, aten.scaled_dot_product_attention, *FUSED)
-
-
-def keep_scale(flow: LabelFlow, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Freeze the dimensions of q and k if attention computes its scale from their number.
-
-    It must be called for the function: the aten operations in it get the scale as a number.
-    """
-    if kwargs.get("scale") is not None:
-        return
-    named = dict(zip(("query", "key"), args, strict=False)) | kwargs
-    for tensor in (named["query"], named["key"]):
-        for layer in flow.layers(tensor):
-            if tensor.ndim - 1 in layer.support:
-                flow.without(layer, frozenset({tensor.ndim - 1}), SCALED, SCALED_REMEDY)
 
 
 def _repeated(layer: Layer | None, heads: int) -> Layer | None:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.record import Labelled
-from pdp_fx.channels.rules_attention import is_fused_attention, keep_scale
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
@@ -42,8 +41,6 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.sized = []
         self.flow.looked = self.flow.drew = False
         self.flow.masks_norm = self.can_mask(n)
-        if is_fused_attention(n.target):
-            keep_scale(self.flow, *self.fetch_args_kwargs_from_env(n))
         result = self.run_followed(n)
         if self.flow.looked and n.meta.get("opaque") == DIFFERS_BY_MODE:
             # It has read a number out of a tensor, so in eval mode, too, it may act differently next time.

@@ -1,7 +1,7 @@
 """Which values may differ at the next call of the same graph.
 
-They depend on inputs, weights, random numbers, or sizes of axes that are not channels of any weight. If such
-a value chooses channels, the choice cannot be rewritten for the channels that stay.
+They depend on inputs, weights, random numbers, or sizes of axes that no weight has. If such a value chooses
+channels, the choice cannot be rewritten for the channels that stay.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) 
         if isinstance(stored, nn.Parameter) or (isinstance(stored, Tensor) and stored.is_floating_point()):
             record.varying.add(node.name)
     elif asks_size(node):
-        _note_size(node, record)
+        _note_size(gm, node, record)
     elif not asks_kind(node) and any(_is_varying(source, node, record) for source in node.all_input_nodes):
         record.varying.add(node.name)
 
 
-def _note_size(node: fx.Node, record: Record) -> None:
-    """Note whether a size that ``node`` reads may differ: only axes of channels have fixed sizes."""
+def _note_size(gm: fx.GraphModule, node: fx.Node, record: Record) -> None:
+    """Note whether a size that ``node`` reads may differ: only axes of channels and of weights cannot."""
     source: Any = node.args[0]
     asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     values = record.values.get(source.name, ()) if isinstance(source, fx.Node) else ()
@@ -47,7 +47,7 @@ def _note_size(node: fx.Node, record: Record) -> None:
         return
     rank = len(values[0].shape)
     labelled = frozenset[int]().union(*(layer.support for layer in values[0].layers))
-    free = frozenset(range(rank)) - labelled
+    free = frozenset(range(rank)) - labelled - _axes_of_weights(gm, source, rank)
     if node.target == "size" and isinstance(asked, int):
         free &= {asked % rank}
     elif node.target == "size" or asked == "shape":
@@ -55,6 +55,22 @@ def _note_size(node: fx.Node, record: Record) -> None:
         return
     if free:
         record.varying.add(node.name)
+
+
+def _axes_of_weights(gm: fx.GraphModule, tensor: fx.Node, rank: int) -> frozenset[int]:
+    """The axes of a tensor that have the sizes of weights, because layers that read it take no others."""
+    axes = set[int]()
+    for user in tensor.users:
+        if user.op != "call_module" or user.args[:1] != (tensor,):
+            continue
+        layer = gm.get_submodule(str(user.target))
+        if isinstance(layer, nn.Linear):
+            axes.add(rank - 1)
+        elif isinstance(layer, nn.modules.conv._ConvNd):
+            axes.add(rank - 1 - len(layer.kernel_size))
+        elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+            axes.update(range(rank - len(layer.normalized_shape), rank))
+    return frozenset(axes)
 
 
 def _is_varying(source: fx.Node, user: fx.Node, record: Record) -> bool:

@@ -68,7 +68,7 @@ class FusedInWindows(QkvHardCoded):
 
 
 class SingleHeadFused(QkvHardCoded):
-    """Only values may go; then torch breaks attention up, for they are fewer than the queries (diffusers)."""
+    """Where fewer values than queries are left, torch breaks attention up (diffusers)."""
 
     scale: float | None = None
 
@@ -175,6 +175,40 @@ class OperationItself(QkvHardCoded):
         q, k, v = (layer(x).unsqueeze(1) for layer in (self.q, self.k, self.v))
         y = torch.ops.aten.scaled_dot_product_attention(q, k, v)
         return x + self.out(y.squeeze(1))
+
+
+class ScaleFromWidth(nn.Module):
+    """The scale comes from the width of the stream, which may go with the norm that runs over it (Swin)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(WIDTH, HEADS * SIZE), nn.LayerNorm(HEADS * SIZE)
+        self.qkv, self.out = nn.Linear(HEADS * SIZE, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, HEADS * SIZE)
+        self.head = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = self.embed(x)
+        y = self.norm(stream)
+        b, t, width = y.shape
+        q, k, v = self.qkv(y).reshape(b, t, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        q = q * (width // HEADS) ** -0.5
+        y = (q.matmul(k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).reshape(b, t, width)
+        return self.head(stream + self.out(y))
+
+
+class HeadsOfTheInput(nn.Module):
+    """Heads are as wide as the input's width says, which the layer that reads it has, too (nanoGPT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4 * SIZE, 12 * SIZE), nn.Linear(4 * SIZE, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.size()
+        parts = self.qkv(x).split(width, dim=2)
+        q, k, v = (part.view(b, t, 4, width // 4).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, t, width))
 
 
 class PrefixAndRotated(nn.Module):
@@ -500,18 +534,20 @@ ATTENTION = (
     Construct(QkvHardCoded, sequences(), removed=HEAD_PRUNING),
     Construct(QkvFreeHeads, sequences(), removed=HEAD_PRUNING),
     Construct(QkvFreeSize, sequences(), removed=HEAD_PRUNING),
-    Construct(DefaultScale, sequences(), removed=4),
+    Construct(DefaultScale, sequences(), removed=HEAD_PRUNING),
     Construct(FusedInWindows, sequences(length=6), removed=HEAD_PRUNING),
     Construct(SingleHeadScaled, sequences(), removed=12),
-    Construct(SingleHeadFused, sequences(), removed=4, reason="attention divides by the root of the number"),
-    Construct(ScaleFromShape, sequences(), removed=4),
+    Construct(SingleHeadFused, sequences(), removed=12),
+    Construct(ScaleFromShape, sequences(), removed=HEAD_PRUNING),
     Construct(Causal, sequences(), removed=HEAD_PRUNING),
     Construct(SingleHead, sequences(), removed=HEAD_PRUNING),
     Construct(BatchedHeads, sequences(), removed=HEAD_PRUNING),
     Construct(HeadsOutOfTheBatch, sequences(), removed=6),
-    Construct(WideValues, sequences(), removed=4, reason="attention divides by the root of the number"),
+    Construct(WideValues, sequences(), removed=8),
     Construct(WideValuesScaled, sequences(), removed=8),
-    Construct(OperationItself, sequences(), removed=4, reason="attention divides by the root of the number"),
+    Construct(OperationItself, sequences(), removed=12),
+    Construct(ScaleFromWidth, sequences(), removed=16, through_norms=True),
+    Construct(HeadsOfTheInput, sequences(4 * SIZE), removed=6),
     Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),

@@ -13,6 +13,27 @@ class DividedByWidth(Between):
         return x / x.shape[1]
 
 
+class DividedByWidthAndPixels(Between):
+    """The number is another one for images of another size."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x / (x.shape[1] * x.shape[2])
+
+
+class GatedByMean(Between):
+    """A mean by hand: channels that are 0 add nothing to the sum, and it is still divided by all of them."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x.sum(1, keepdim=True).div_(x.size(1)).mul(2 * x.size(1) - 3))
+
+
+class AddedBeforeCounting(Between):
+    """A tensor is made of the number of channels."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(x.shape[1]).sqrt().to(x.dtype)
+
+
 class ArangeByWidth(Between):
     """Every channel is scaled by its number."""
 
@@ -425,7 +446,10 @@ class HalvesByBuffer(HalvesByConstant):
 
 
 SIZES = (
-    Construct(DividedByWidth, images(), removed=3, reason="how many of these channels"),
+    Construct(DividedByWidth, images(), removed=7),
+    Construct(DividedByWidthAndPixels, images(), removed=3, reason="how many of these channels"),
+    Construct(GatedByMean, images(), removed=7),
+    Construct(AddedBeforeCounting, images(), removed=3, reason="how many of these channels"),
     Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
     Construct(OnesOfWrittenSize, images(), removed=7),
     Construct(NewZeros, images(), removed=7),
