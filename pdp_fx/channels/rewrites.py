@@ -261,6 +261,36 @@ def _counts_fit(node: fx.Node, record: Record) -> bool:
     return any(map(record.values_of, node.all_input_nodes)) and record.varying.isdisjoint(counts)
 
 
+def _number_fits(node: fx.Node, record: Record) -> bool:
+    """Fits a number of channels, the same at every call, that becomes a tensor."""
+    number: Any = node.args[0]
+    return isinstance(number, fx.Node) and number.name in record.numbers.keys() - record.varying
+
+
+def _repeat(node: fx.Node, job: Job) -> None:
+    """Update numbers of copies that are computed from an axis of channels, as that of a batch and heads."""
+    if not job.told(node):
+        return
+    name, packed, given = _sizes_given(node, 1, ("repeats",))
+    result, source = job.results[0], job.source
+    before = len(result.value.shape) - len(source.value.shape)
+    sizes = (source.size(axis - before) if axis >= before else 1 for axis in range(len(given)))
+    copies = [result.size(axis) // max(size, 1) for axis, size in enumerate(sizes)]
+    told = [getattr(count, "name", "") in job.changing for count in given]
+    new = tuple(job.mended(g, c) if t else g for g, c, t in zip(given, copies, told, strict=True))
+    if name:
+        node.update_kwarg(name, new)
+    else:
+        node.args = (node.args[0], new) if packed else (node.args[0], *new)
+
+
+def _repeat_fits(node: fx.Node, record: Record) -> bool:
+    """Fits if the number of copies is told, and the copies are of no axis that may get shorter for that."""
+    source: Any = node.args[0]
+    told = any(given.name in record.taint for given in node.all_input_nodes)
+    return told and not any(layer.free for value in record.values_of(source) for layer in value.layers)
+
+
 def _scale(node: fx.Node, job: Job) -> None:
     """Write out the scale of attention, which otherwise follows the number of channels of a query."""
     inner = len(job.source.value.shape) - 1
@@ -293,6 +323,7 @@ _NARROW, _PAD, _UNFLATTEN = (
 )
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
 _COUNTED, _SCALED = Rewrite(_as_counted, _counts_fit), Rewrite(_scale)
+_REPEAT, _NUMBER = Rewrite(_repeat, _repeat_fits), Rewrite(_as_counted, _number_fits)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),
     Rewrite(_roll, _roll_fits),
@@ -314,7 +345,7 @@ RESIZERS: dict[Any, Rewrite] = {
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
     "torchvision::deform_conv2d": Rewrite(_as_before), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
-    "squeeze_": _SQUEEZE,
+    "squeeze_": _SQUEEZE, "repeat": _REPEAT, torch.tensor: _NUMBER,
 }  # fmt: skip
 """The rewrites of functions and methods that have sizes or positions among their arguments."""
 

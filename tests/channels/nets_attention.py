@@ -196,6 +196,27 @@ class ScaleFromWidth(nn.Module):
         return self.head(stream + self.out(y))
 
 
+class PositionsForEachExample(nn.Module):
+    """Heads are a part of the batch, and keys of positions are repeated for each example (DeBERTa)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
+        self.places, self.out = nn.Embedding(5, WIDTH), nn.Linear(HEADS * SIZE, 3)
+
+    def heads(self, x: Tensor) -> Tensor:
+        parts = x.view(*x.shape[:-1], HEADS, -1).transpose(1, 2)
+        return parts.contiguous().view(-1, x.size(1), parts.size(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))
+        places = self.heads(self.k(self.places.weight[None])).repeat(q.size(0) // HEADS, 1, 1)
+        scale = torch.sqrt(torch.tensor(q.size(-1), dtype=torch.float)).to(q.dtype)
+        weight = (torch.bmm(q, (k + places).transpose(1, 2)) / scale).softmax(-1)
+        y = torch.bmm(weight, v).view(-1, HEADS, x.size(1), v.size(-1)).transpose(1, 2)
+        return self.out(y.reshape(*x.shape[:2], -1))
+
+
 class HeadsOfTheInput(nn.Module):
     """Heads are as wide as the input's width says, which the layer that reads it has, too (nanoGPT)."""
 
@@ -547,6 +568,7 @@ ATTENTION = (
     Construct(WideValuesScaled, sequences(), removed=8),
     Construct(OperationItself, sequences(), removed=12),
     Construct(ScaleFromWidth, sequences(), removed=16, through_norms=True),
+    Construct(PositionsForEachExample, sequences(), removed=9),
     Construct(HeadsOfTheInput, sequences(4 * SIZE), removed=6),
     Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),

@@ -27,11 +27,25 @@ class GatedByMean(Between):
         return x * torch.sigmoid(x.sum(1, keepdim=True).div_(x.size(1)).mul(2 * x.size(1) - 3))
 
 
-class AddedBeforeCounting(Between):
-    """A tensor is made of the number of channels."""
+class RootOfWidth(Between):
+    """A tensor is made of the number of channels (DeBERTa's scale)."""
 
     def act(self, x: Tensor) -> Tensor:
-        return x * torch.tensor(x.shape[1]).sqrt().to(x.dtype)
+        return x * torch.tensor(x.shape[1], dtype=torch.float).sqrt().to(x.dtype)
+
+
+class RootOfElements(Between):
+    """The number is another one for images of another size."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(x.shape[1] * x.shape[2], dtype=torch.float).sqrt().to(x.dtype)
+
+
+class MeanRepeated(Between):
+    """As many copies of a mean as there are channels."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * x.mean(1, keepdim=True).repeat(1, x.shape[1], 1, 1)
 
 
 class ArangeByWidth(Between):
@@ -449,7 +463,9 @@ SIZES = (
     Construct(DividedByWidth, images(), removed=7),
     Construct(DividedByWidthAndPixels, images(), removed=3, reason="how many of these channels"),
     Construct(GatedByMean, images(), removed=7),
-    Construct(AddedBeforeCounting, images(), removed=3, reason="how many of these channels"),
+    Construct(RootOfWidth, images(), removed=7),
+    Construct(RootOfElements, images(), removed=3, reason="how many of these channels"),
+    Construct(MeanRepeated, images(), removed=3, reason="these channels"),
     Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
     Construct(OnesOfWrittenSize, images(), removed=7),
     Construct(NewZeros, images(), removed=7),
