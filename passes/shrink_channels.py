@@ -6,8 +6,9 @@ class stays. The channel analysis is run again if the model has changed since it
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,18 +18,18 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.counts import Counts
+from pdp_fx.channels.kept import placed_before
 from pdp_fx.channels.labels import Slot
 from pdp_fx.channels.record import Labelled
-from pdp_fx.channels.resizing import Job, placed_before, scaled
+from pdp_fx.channels.resizing import Job, Rewrite
 from pdp_fx.channels.rewrites import rewrite_of
-from pdp_fx.channels.small_numbers import SmallNumbers
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.harden_masks import Dropped, swap_tensors
 from pdp_fx.tracing.erasing import erase
-from pdp_fx.tracing.functions import NUMBER_HOMES
 
 
 @dataclass(frozen=True)
@@ -96,47 +97,27 @@ def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> N
         new = old.detach()
         for axis, stays in axes.items():
             new = new.index_select(axis, torch.from_numpy(stays).to(old.device))
+        new = _laid_out_like(new, old)
         parameter = isinstance(old, nn.Parameter)
         swaps[old] = nn.Parameter(new, requires_grad=old.requires_grad) if parameter else new
     swap_tensors(gm, swaps)
 
 
-def _check_as_before(
-    node: fx.Node, found: ChannelMap, changing: frozenset[str], numbers: SmallNumbers
-) -> None:
+def _laid_out_like(new: Tensor, old: Tensor) -> Tensor:
+    """A copy of ``new`` whose axes lie in memory in the order of those of ``old``, as in channels_last."""
+    order = sorted(range(old.ndim), key=old.stride, reverse=True)
+    back = sorted(range(old.ndim), key=order.__getitem__)
+    return new.permute(order).contiguous().permute(back)
+
+
+def _check_as_before(node: fx.Node, counts: Counts) -> None:
     """Insert a copy of the check ``node`` in which numbers of channels have their old values.
 
     It fails for the same inputs as ``node`` did before channels were removed.
     """
-    args = _with_numbers_before(node, node, found, changing, numbers)
-    if _has_nodes(args):
+    args = counts.with_before(node.args, node)
+    if any(isinstance(leaf, fx.Node) for leaf in tree_leaves(args)):
         placed_before(node, torch._assert, *args)
-
-
-def _with_numbers_before(
-    node: fx.Node, check: fx.Node, found: ChannelMap, changing: frozenset[str], numbers: SmallNumbers
-) -> Any:
-    """The arguments of ``node``, with the numbers of channels that there were before any were removed.
-
-    New nodes that compute them are inserted before ``check``.
-    """
-
-    def before(source: fx.Node) -> Any:
-        if source.name not in changing:
-            return source
-        is_arithmetic = callable(source.target) and getattr(source.target, "__module__", "") in NUMBER_HOMES
-        args = _with_numbers_before(source, check, found, changing, numbers) if is_arithmetic else ()
-        if _has_nodes(args):
-            with check.graph.inserting_before(check):
-                return check.graph.create_node("call_function", source.target, args)
-        now = numbers.value(source) if numbers.repeats(source) else None
-        return scaled(source, found.numbers[source.name], now) if now else found.numbers[source.name]
-
-    return map_arg(node.args, before)
-
-
-def _has_nodes(args: Any) -> bool:
-    return any(isinstance(leaf, fx.Node) for leaf in tree_leaves(args))
 
 
 def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
@@ -145,12 +126,12 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
     changing = frozenset(
         name for name, ids in found.taint.items() if any(gone[found.classes[i.numpy()]].any() for i in ids)
     )
-    numbers = SmallNumbers(found, gone, changing)
+    counts = Counts(found, gone, changing)
     for node in gm.graph.find_nodes(op="call_function", target=torch._assert):
         # A check of a number of channels would fail now. The analysis has shown that nothing else depends on
         # the number, so only the check of the other sizes in it is kept.
-        if any(source.name in changing for source in node.all_input_nodes):
-            _check_as_before(node, found, changing, numbers)
+        if counts.told(node):
+            _check_as_before(node, counts)
             erase(node, lambda source: source.name in changing)
     # Nodes that only training mode needs are in the graph no longer.
     for name in [name for name in found.resized if name in nodes]:
@@ -161,10 +142,28 @@ def _resize_nodes(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> No
                 f"%{name} must be resized for the channels that stay, but no rewrite can do that; convert "
                 "the model as prepare has returned it"
             )
-        read = [value for source in node.all_input_nodes for value in found.given(source) or ()]
-        source = found.kept(read[0] if read else Labelled((), ()), gone)
-        results = tuple(found.kept(value, gone) for value in found.given(node) or ())
-        rewrite.apply(node, Job(source, results, found.numbers, changing, numbers.value))
+        _resize(node, rewrite, found, gone, counts)
+
+
+def _resize(node: fx.Node, rewrite: Rewrite, found: ChannelMap, gone: np.ndarray, counts: Counts) -> None:
+    """Rewrite the arguments of ``node``; the numbers of channels that it leaves are those from before."""
+    read = [value for source in node.all_input_nodes for value in found.given(source) or ()]
+    source = found.kept(read[0] if read else Labelled((), ()), gone)
+    results = tuple(found.kept(value, gone) for value in found.given(node) or ())
+    stand_ins: dict[fx.Node, fx.Node] = {}
+    for number in counts.told(node):
+        stand_in = placed_before(node, operator.pos, number)
+        node.replace_input_with(number, stand_in)
+        stand_ins[stand_in] = number
+    known = {stand_in.name: found.numbers[number.name] for stand_in, number in stand_ins.items()}
+    rewrite.apply(node, Job(node, source, results, {**found.numbers, **known}, stand_ins, counts))
+    for stand_in, number in stand_ins.items():
+        for user in list(stand_in.users):
+            before = counts.before(number, node)
+            user.args, user.kwargs = map_arg(
+                (user.args, user.kwargs), lambda leaf, old=stand_in, new=before: new if leaf is old else leaf
+            )
+        node.graph.erase_node(stand_in)
 
 
 def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:

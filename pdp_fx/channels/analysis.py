@@ -89,9 +89,10 @@ def analyse(
 
 def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms: bool) -> ChannelMap:
     """The channel structure, from the record of a run of ``gm`` on ``inputs``."""
-    given = next(tensors(place_arguments(gm, inputs)), None)
-    batch = given.shape[0] if given is not None and given.ndim else 1
-    return _solve(record, batch, gm.graph, through_norms)
+    shapes = [tensor.shape for tensor in tensors(place_arguments(gm, inputs))]
+    batch = shapes[0][0] if shapes and shapes[0] else 1
+    found = _solve(record, batch, gm.graph, through_norms)
+    return replace(found, alone=any(1 in shape for shape in shapes))
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
         classes=classes,
         stand_ins=record.stand_ins,
         by_batch=record.by_batch,
+        alone=batch == 1,
     )
 
 

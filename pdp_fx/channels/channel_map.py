@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx
 
+from pdp_fx.channels.kept import Kept
 from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.channels.record import Contraction, Labelled, NormSite, StandIn, stored
-from pdp_fx.channels.resizing import Kept
 from pdp_fx.errors import PassError
 
 
@@ -70,6 +70,7 @@ class ChannelMap:
         classes: the class of every label.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
         by_batch: whether a view lays channels out so that it may be another in a batch of another size.
+        alone: whether an axis of the example has one index, so that one of channels may hold another, too.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -91,6 +92,7 @@ class ChannelMap:
     classes: np.ndarray
     stand_ins: dict[str, StandIn]
     by_batch: bool
+    alone: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:
         """A map never changes, so a copied model shares it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import fx
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.grouping import concatenated
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.rewrites import sizes_laid_out
+from pdp_fx.channels.rewrites import chooses, sizes_laid_out
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 
 _log = logging.getLogger(__name__)
@@ -41,18 +42,34 @@ def heed_other_sizes(
         follow: gives the channel structure for other inputs, or raises an error if the model refuses them.
     """
     views = list(_views_of_channels(gm, record))
-    single = not all(view.keeps_examples_apart for view in views)
+    single = _chooses_by_counts(gm, record) or not all(view.keeps_examples_apart for view in views)
     if not single and not any(view.varies for view in views):
         return
     record.by_batch = single
-    for other in ExampleCall(*inputs).apart(single):
-        try:
-            found = follow((other.args, dict(other.kwargs)))
-        except Exception as err:  # noqa: BLE001 the example is ours, not the user's
-            _log.info("channels are not followed on another example, which the model refuses: %s", err)
-            continue
-        _heed(record, found)
-        return
+    example, widths = ExampleCall(*inputs), {size for shape in record.shapes.values() for size in shape}
+    for others in (example.unlike(widths), example.apart(single)):
+        found = next((each for each in map(partial(_tried, follow), others) if each is not None), None)
+        if found is not None:
+            _heed(record, found)
+
+
+def _tried(follow: Callable[[Inputs], ChannelMap], other: ExampleCall) -> ChannelMap | None:
+    try:
+        return follow((other.args, dict(other.kwargs)))
+    except Exception as err:  # noqa: BLE001 the example is ours, not the user's
+        _log.info("channels are not followed on another example, which the model refuses: %s", err)
+        return None
+
+
+def _chooses_by_counts(gm: fx.GraphModule, record: Record) -> bool:
+    """Whether channels are chosen by a number of channels, which may be that of a whole batch."""
+    resized = frozenset(record.resized)
+    told = (
+        node
+        for node in gm.graph.nodes
+        if node.name in resized and any(given.name in record.taint for given in node.all_input_nodes)
+    )
+    return any(chooses(gm, node) for node in told)
 
 
 @dataclass(frozen=True)

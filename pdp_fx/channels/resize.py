@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from pdp_fx.channels.counts import recoverable
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
-from pdp_fx.channels.record import Labelled, Sized, Tainted
-from pdp_fx.channels.rewrites import always_told, rewrite_of
+from pdp_fx.channels.record import Labelled, Tainted
+from pdp_fx.channels.rewrites import always_told, chooses, rewrite_of
 from pdp_fx.channels.varying import given_varying
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.writer import CONSTANT
@@ -68,7 +69,8 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     rewrite = rewrite_of(gm, node)
     if rewrite is not None:
         _keep_varying(gm, node, flow, result, rewrite.varies(node, flow.record))
-    fits = rewrite is not None and rewrite.fits(node, flow.record)
+    known = all(recoverable(source, flow.record) for source in node.all_input_nodes)
+    fits = rewrite is not None and known and rewrite.fits(node, flow.record)
     _follow_numbers(node, flow, result, fits)
     counted = any(source.name in flow.record.taint for source in node.all_input_nodes)
     if not flow.sized and not counted and not always_told(node):
@@ -85,7 +87,7 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     elif isinstance(node.target, Apply):
         # An autograd function returns an input unchanged as a view of all of it, which follows its size.
         told = [sized for sized in told if not torch.equal(sized.before.ids, sized.after.ids)]
-    _freeze_told(gm, node, flow, told)
+    _freeze_told(gm, node, flow, [sized.before for sized in told])
     if told and given_varying(node, flow.record):
         _lose(flow, result, [sized.after for sized in told])
 
@@ -93,18 +95,26 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
 def _keep_varying(
     gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any, axes: frozenset[int]
 ) -> None:
-    """Freeze the channels along these axes: the next call may choose others of them by the same node."""
+    """Freeze the channels along these axes: the next call may choose others of them by the same node.
+
+    A choice that leaves all as they are on the example, such as a slice of all, may not at the next call.
+    """
     told = [sized for sized in flow.sized if sized.before.support & axes]
     flow.sized = [sized for sized in flow.sized if not sized.before.support & axes]
-    _freeze_told(gm, node, flow, told)
+    _freeze_told(gm, node, flow, [sized.before for sized in told])
     _lose(flow, result, [sized.after for sized in told])
+    if chooses(gm, node) and axes:
+        given = flow.record.values_of(node.args[0])
+        along = [layer for value in given for layer in value.layers if layer.support & axes]
+        _freeze_told(gm, node, flow, along)
+        _lose_labels(flow, result, [layer.ids for layer in along])
 
 
-def _freeze_told(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, told: Iterable[Sized]) -> None:
+def _freeze_told(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, told: Iterable[Layer]) -> None:
     """Freeze channels that ``node`` lays out by sizes or positions that cannot be updated."""
     remedy = "" if node.op == "call_module" else "read the sizes off a tensor's shape"
-    for sized in told:
-        flow.freeze(sized.before.ids, _why_not(gm, node), remedy)
+    for layer in told:
+        flow.freeze(layer.ids, _why_not(gm, node), remedy)
 
 
 def _lose(flow: LabelFlow, result: Any, layers: list[Layer]) -> None:
@@ -112,6 +122,14 @@ def _lose(flow: LabelFlow, result: Any, layers: list[Layer]) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             flow.put(leaf, [each for each in flow.layers(leaf) if all(each is not layer for layer in layers)])
+
+
+def _lose_labels(flow: LabelFlow, result: Any, lost: list[Tensor]) -> None:
+    """Remove the layers with any of these labels from the result."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            kept = [e for e in flow.layers(leaf) if not any(torch.isin(e.ids, ids).any() for ids in lost)]
+            flow.put(leaf, kept)
 
 
 def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:

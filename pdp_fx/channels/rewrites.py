@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_arg
 from torch.nn import functional
 
+from pdp_fx.channels.kept import are_distinct, placed_before
 from pdp_fx.channels.mixed_views import mixed_axes
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.resizing import Job, Rewrite, are_distinct, placed_before
+from pdp_fx.channels.resizing import Job, Rewrite
 from pdp_fx.channels.rules_attention import FUSED
 from pdp_fx.channels.subscripts import chosen, subscript, subscript_fits, varying_axes
 from pdp_fx.channels.varying import given_varying
@@ -123,7 +123,7 @@ def _unflatten_module(node: fx.Node, job: Job) -> None:
 def _split(node: fx.Node, job: Job) -> None:
     """Turn a chunk or split into a split by the sizes that stay."""
     axis = int(_arguments(node, 1, ("", "dim"), 2)[1] or 0) % len(job.source.value.shape)
-    if not job.source.changes(axis) and not job.told(node):
+    if not job.source.changes(axis):
         return
     node.args, node.kwargs = (node.args[0], [result.size(axis) for result in job.results], axis), {}
     node.target = "split" if node.op == "call_method" else torch.split
@@ -132,7 +132,7 @@ def _split(node: fx.Node, job: Job) -> None:
 def _narrow(node: fx.Node, job: Job) -> None:
     axis, start = _arguments(node, 1, ("dim", "start"), 2)
     place = int(axis) % len(job.source.value.shape)
-    if job.source.changes(place) or job.told(node):
+    if job.source.changes(place):
         hold_to_size(node, job.source, place)
         first = job.source.before(place, int(job.number(start)))
         node.args, node.kwargs = (node.args[0], axis, first, job.results[0].size(place)), {}
@@ -163,8 +163,7 @@ def _roll(node: fx.Node, job: Job) -> None:
     """Turn a roll along an axis that shrinks into a choice of indices; keep it along other axes."""
     rank = len(job.source.value.shape)
     shifts, dims = map(_listed, _arguments(node, 1, ("shifts", "dims"), 2))
-    known = [job.number(shift) if getattr(shift, "name", "") in job.changing else shift for shift in shifts]
-    others = [(s, d) for s, d in zip(known, dims, strict=True) if not job.source.changes(int(d) % rank)]
+    others = [(s, d) for s, d in zip(shifts, dims, strict=True) if not job.source.changes(int(d) % rank)]
     rolled = tuple(map(tuple, zip(*others, strict=True)))
     if len(others) == len(dims):
         node.args, node.kwargs = (node.args[0], *rolled), {}
@@ -198,6 +197,41 @@ def _reorder_fits(node: fx.Node, record: Record) -> bool:
     return are_distinct(layers[0].ids) and _places_fit(node, record)
 
 
+def _chosen_varies(node: fx.Node, record: Record) -> frozenset[int]:
+    """The axes along which a split, narrow, roll or choice of indices is told places that may be others."""
+    values, given = record.values_of(node.args[0] if node.args else None), dict[str, Any](node.kwargs)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    names = _CHOICES.get(name)
+    if len(values) != 1 or names is None or not given_varying(node, record):
+        return frozenset()
+    given |= dict(zip(names, node.args[1:], strict=False))
+    rank = max(len(values[0].shape), 1)
+    dims = given.get("dim", given.get("dims", None if name == "roll" else 0))
+    named = [dim % rank for dim in _listed(dims) if isinstance(dim, int)]
+    return frozenset(named or range(rank))
+
+
+def _padding_varies(node: fx.Node, record: Record) -> frozenset[int]:
+    """The axes along which a padding is told widths that may be others."""
+    widths: Any = _arguments(node, 1, ("pad",), 1)[0]
+    values = record.values_of(node.args[0])
+    if len(values) != 1 or not isinstance(widths, (tuple, list)):
+        return frozenset()
+    last = len(values[0].shape) - 1
+    varying = (place for place, width in enumerate(widths) if getattr(width, "name", "") in record.varying)
+    return frozenset(last - place // 2 for place in varying)
+
+
+_CHOICES = {
+    "narrow": ("dim", "start", "length"),
+    "index_select": ("dim", "index"),
+    "roll": ("shifts", "dims"),
+    **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), ("sizes", "dim")),
+    **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), ("sizes", "dim")),
+}
+"""The arguments, behind the first, of functions that choose entries along axes."""
+
+
 def _pad(node: fx.Node, job: Job) -> None:
     """Shrink the padding of a channel axis, which makes channels of zeros, to those that stay."""
     widths = list(_arguments(node, 1, ("pad",), 1)[0])
@@ -222,7 +256,7 @@ def _pad_fits(node: fx.Node, record: Record) -> bool:
 
 
 def _stays(node: fx.Node, job: Job) -> None:
-    """Change nothing: no argument of the node concerns channels."""
+    """Change nothing: numbers of channels among the arguments are to be those from before."""
 
 
 def _unfold_fits(node: fx.Node, record: Record) -> bool:
@@ -235,53 +269,14 @@ def _unfold_fits(node: fx.Node, record: Record) -> bool:
     return all(axis % len(values[0].shape) not in layer.support for layer in values[0].layers)
 
 
-def _as_before(node: fx.Node, job: Job) -> None:
-    """Keep the old values of the node's numbers, even if they were computed from a number of channels."""
-    node.args = tuple(_unchanged(given, job) for given in node.args)
-
-
-def _unchanged(given: Any, job: Job) -> Any:
-    """An argument with its old value, even if it was computed from a number of channels."""
-    changing = isinstance(given, fx.Node) and given.name in job.changing
-    return job.mended(given, job.number(given)) if changing else given
-
-
-def _as_counted(node: fx.Node, job: Job) -> None:
-    """Write out how many channels there were, by which an arithmetic operation computes, as for a scale."""
-
-    def written(given: fx.Node) -> Any:
-        return job.number(given) if given.name in job.changing else given
-
-    node.args, node.kwargs = map_arg(node.args, written), map_arg(node.kwargs, written)
-
-
 def _counts_fit(node: fx.Node, record: Record) -> bool:
-    """Fits tensors, if the numbers of channels that the node computes with are the same at every call."""
-    counts = [source.name for source in node.all_input_nodes if source.name in record.taint]
-    return any(map(record.values_of, node.all_input_nodes)) and record.varying.isdisjoint(counts)
+    """Fits tensors with which a number of channels is computed."""
+    return any(map(record.values_of, node.all_input_nodes))
 
 
 def _number_fits(node: fx.Node, record: Record) -> bool:
-    """Fits a number of channels, the same at every call, that becomes a tensor."""
-    number: Any = node.args[0]
-    return isinstance(number, fx.Node) and number.name in record.numbers.keys() - record.varying
-
-
-def _repeat(node: fx.Node, job: Job) -> None:
-    """Update numbers of copies that are computed from an axis of channels, as that of a batch and heads."""
-    if not job.told(node):
-        return
-    name, packed, given = _sizes_given(node, 1, ("repeats",))
-    result, source = job.results[0], job.source
-    before = len(result.value.shape) - len(source.value.shape)
-    sizes = (source.size(axis - before) if axis >= before else 1 for axis in range(len(given)))
-    copies = [result.size(axis) // max(size, 1) for axis, size in enumerate(sizes)]
-    told = [getattr(count, "name", "") in job.changing for count in given]
-    new = tuple(job.mended(g, c) if t else g for g, c, t in zip(given, copies, told, strict=True))
-    if name:
-        node.update_kwarg(name, new)
-    else:
-        node.args = (node.args[0], new) if packed else (node.args[0], *new)
+    """Fits a number of channels that becomes a tensor."""
+    return len(node.args) == 1 and getattr(node.args[0], "name", "") in record.numbers
 
 
 def _repeat_fits(node: fx.Node, record: Record) -> bool:
@@ -304,8 +299,6 @@ def _groups(node: fx.Node, job: Job) -> None:
     given: Any = node.args[GROUPS] if len(node.args) > GROUPS else node.kwargs.get("groups", 1)
     if job.number(given) == channels and job.source.changes(1):
         groups = job.resized(job.source, 1, given)
-    elif job.told(node):
-        groups = _unchanged(given, job)
     else:
         return
     if len(node.args) > GROUPS:
@@ -314,19 +307,20 @@ def _groups(node: fx.Node, job: Job) -> None:
         node.update_kwarg("groups", groups)
 
 
-_SIZES, _FILLED, _SPLIT = Rewrite(_method_sizes), Rewrite(_filled_sizes), Rewrite(_split, _places_fit)
+_SIZES, _FILLED = Rewrite(_method_sizes), Rewrite(_filled_sizes)
+_SPLIT = Rewrite(_split, _places_fit, _chosen_varies)
 _VIEW = Rewrite(_method_sizes, varies=_view_varies)
 _NARROW, _PAD, _UNFLATTEN = (
-    Rewrite(_narrow, _places_fit),
-    Rewrite(_pad, _pad_fits),
+    Rewrite(_narrow, _places_fit, _chosen_varies),
+    Rewrite(_pad, _pad_fits, _padding_varies),
     Rewrite(_unflatten, varies=_unflatten_varies),
 )
-_REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits), Rewrite(_groups)
-_COUNTED, _SCALED = Rewrite(_as_counted, _counts_fit), Rewrite(_scale)
-_REPEAT, _NUMBER = Rewrite(_repeat, _repeat_fits), Rewrite(_as_counted, _number_fits)
+_REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits, _chosen_varies), Rewrite(_groups)
+_COUNTED, _SCALED = Rewrite(_stays, _counts_fit), Rewrite(_scale)
+_REPEAT, _NUMBER = Rewrite(_stays, _repeat_fits), Rewrite(_stays, _number_fits)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),
-    Rewrite(_roll, _roll_fits),
+    Rewrite(_roll, _roll_fits, _chosen_varies),
     Rewrite(subscript, subscript_fits, varying_axes),
 )
 
@@ -344,7 +338,7 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
-    "torchvision::deform_conv2d": Rewrite(_as_before), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
+    "torchvision::deform_conv2d": Rewrite(_stays), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
     "squeeze_": _SQUEEZE, "repeat": _REPEAT, torch.tensor: _NUMBER,
 }  # fmt: skip
 """The rewrites of functions and methods that have sizes or positions among their arguments."""
@@ -369,7 +363,7 @@ MODULE_RESIZERS: dict[type[nn.Module], Rewrite] = {nn.Unflatten: Rewrite(_unflat
 def _normalized_shape(node: fx.Node, job: Job) -> None:
     """Update the number of channels that a norm over them is given."""
     last = len(job.source.value.shape) - 1
-    if not job.source.changes(last) and not job.told(node):
+    if not job.source.changes(last):
         return
     if len(node.args) > 1:
         node.update_arg(1, (job.source.size(last),))
@@ -380,11 +374,11 @@ def _normalized_shape(node: fx.Node, job: Job) -> None:
 def _norm_groups(node: fx.Node, job: Job) -> None:
     """Update the number of groups of a group norm: fewer, if whole groups are removed."""
     (given,) = _arguments(node, 1, ("num_groups",), 1)
-    if not job.source.changes(1) and not job.told(node):
+    if not job.source.changes(1):
         return
     before, stays = job.number(given), job.source.stays.get(1)
     groups = before if stays is None else groups_left(stays, before)
-    new = _unchanged(given, job) if groups == before else groups
+    new = given if groups == before else groups
     if len(node.args) > 1:
         node.update_arg(1, new)
     else:
@@ -449,6 +443,11 @@ def sizes_laid_out(gm: fx.GraphModule, node: fx.Node, rank: int) -> tuple[int, l
         axis, sizes = _arguments(node, 1, ("dim", "sizes"), 2)
         return (axis % rank if isinstance(axis, int) else 0), _listed(sizes)
     return (0, _listed(_sizes_given(node, 1, SHAPE)[2])) if rewrite is _VIEW else None
+
+
+def chooses(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether ``node`` chooses, reorders or pads entries of axes by numbers."""
+    return rewrite_of(gm, node) in (_SPLIT, _NARROW, _PAD, _REORDER, _ROLL, _SUBSCRIPT)
 
 
 def always_told(node: fx.Node) -> bool:

@@ -17,6 +17,8 @@ from pdp_fx.channels.rules_pointwise import put_sum
 
 aten = torch.ops.aten
 
+KERNELS = "it lies along another axis of a convolution's weight than those of channels"
+
 
 def axis_layer(tensor: Tensor, axis: int, flow: LabelFlow) -> Layer | None:
     """The layer of ``tensor`` that changes along ``axis`` and nowhere else, or None."""
@@ -32,6 +34,13 @@ def channel_layer(tensor: Tensor, axis: int, flow: LabelFlow, why: str) -> Layer
     """The layer of ``tensor`` along ``axis``, or None; dropping along any other axis is forbidden."""
     others = frozenset(range(tensor.ndim)) - {axis}
     return along(flow.all_without(flow.layers(tensor), others, why), axis)
+
+
+def keep_others(weight: Tensor, flow: LabelFlow, why: str) -> None:
+    """Freeze what lies along no rows or columns of a weight, unless it belongs to parameters."""
+    for layer in flow.layers(weight):
+        if len(layer.support) > 1 or (not layer.support <= {0, 1} and weight not in flow.stored):
+            flow.freeze(layer.ids, why)
 
 
 def consume(read: Layer | None, columns: Layer | None, flow: LabelFlow) -> None:
@@ -61,6 +70,7 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     outputs = weight.shape[1] * groups if transposed else weight.shape[0]
     channel_axis = source.ndim - (weight.ndim - 1)
     read = channel_layer(source, channel_axis, flow, "it lies along an axis that a convolution sweeps")
+    keep_others(weight, flow, KERNELS)
     columns, rows = (0, 1) if transposed else (1, 0)
     parts = (axis_layer(weight, columns, flow), axis_layer(weight, rows, flow))
     per_channel = (
@@ -87,6 +97,7 @@ def deformed_convolution(call: Call, flow: LabelFlow) -> None:
     groups, offset_groups = numbers[6:8]
     flow.freeze_all([offset, mask], "these values choose places of another tensor")
     read = channel_layer(source, 1, flow, "it lies along an axis that a convolution sweeps")
+    keep_others(weight, flow, KERNELS)
     columns, rows = axis_layer(weight, 1, flow), axis_layer(weight, 0, flow)
     positions = call.result.numel() // weight.shape[0]
     flow.contract(weight, source, positions, None if read is None else read.ids.reshape(-1))
@@ -259,6 +270,7 @@ def embedding(call: Call, flow: LabelFlow) -> None:
     table, *others = call.tensors()
     flow.freeze_all(others, "these values choose or weight the entries of an embedding table")
     result, *rest = [call.result] if isinstance(call.result, Tensor) else call.result
+    keep_others(table, flow, "it lies along both axes of an embedding table")
     entries, columns = axis_layer(table, 0, flow), axis_layer(table, 1, flow)
     if entries is not None:
         flow.freeze(entries.ids, "the entries of an embedding table are chosen by its input")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from pdp_fx.channels.kept import Kept, are_distinct
 from pdp_fx.channels.record import Record
-from pdp_fx.channels.resizing import Job, Kept, are_distinct
+from pdp_fx.channels.resizing import Job
 from pdp_fx.channels.written_sizes import hold_to_size
 
 
@@ -138,8 +139,7 @@ def subscript(node: fx.Node, job: Job) -> None:
     for place, axis in _placed(parts, len(source.value.shape)):
         part, at = parts[place], axis + _moved(parts[:place], job)
         bounds = _bounds(part) or (part,)
-        told = any(getattr(bound, "name", "") in job.changing for bound in bounds)
-        if not _chooses(part) or not (source.changes(axis) or told):
+        if not _chooses(part) or not source.changes(axis):
             continue
         size = source.value.shape[axis]
         if isinstance(part, slice):
@@ -148,9 +148,6 @@ def subscript(node: fx.Node, job: Job) -> None:
                 hold_to_size(node, source, axis)
                 given = map(job.number, bounds[:2])
                 parts[place] = _between(source, axis, (start, max(stop, start)), *given)
-                continue
-            if not source.changes(axis):
-                parts[place] = slice(start, stop, step)
                 continue
         number = (
             job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from pdp_fx.channels.counts import is_fixed
 from pdp_fx.channels.record import Record
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.weights.sources import asks_kind, asks_size
@@ -46,8 +47,8 @@ def _note_size(gm: fx.GraphModule, node: fx.Node, record: Record) -> None:
     if node.target == "dim" or asked == "ndim" or not values:
         return
     rank = len(values[0].shape)
-    labelled = frozenset[int]().union(*(layer.support for layer in values[0].layers))
-    free = frozenset(range(rank)) - labelled - _axes_of_weights(gm, source, rank)
+    channels = frozenset(axis for axis in range(rank) if is_fixed(values[0], axis))
+    free = frozenset(range(rank)) - channels - _axes_of_weights(gm, source, rank)
     if node.target == "size" and isinstance(asked, int):
         free &= {asked % rank}
     elif node.target == "size" or asked == "shape":

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pdp_fx.channels.resizing import Job, Kept, are_distinct, placed_before
+from pdp_fx.channels.kept import Kept, are_distinct, placed_before
+from pdp_fx.channels.resizing import Job
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Example inputs as a call, and variations of that call: other batch sizes, other sizes, other numbers."""
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -108,25 +109,44 @@ class ExampleCall:
         Args:
             single: whether this last call is made if this call has a single example, too.
         """
+        sizes = self.sizes()
+        for call, plain in self._longer():
+            for size in sorted(sizes - {1}, reverse=True):
+                one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
+                yield call._spread(size, another, one)
+                yield call._spread(size, one, one)
+            if not plain or self.batch > 1 or single:
+                yield call
+
+    def unlike(self, numbers: Iterable[int]) -> "Iterator[ExampleCall]":
+        """Calls with another batch size and two sizes that share no factor with each other or with numbers.
+
+        Of sizes that share factors, such as 12 channels and 8 pixels, a view may mix fewer than it can.
+        """
+        taken = {self.batch, *self.sizes(), *numbers}
+        free = (prime for prime in _primes() if all(number % prime for number in taken))
+        one, another = next(free), next(free)
+        for call, plain in self._longer():
+            for size in sorted(self.sizes() - {1}, reverse=True):
+                yield call._spread(size, another, one)
+            if not plain:
+                yield call
+
+    def _longer(self) -> "Iterator[tuple[ExampleCall, bool]]":
+        """Calls with another batch size, one with longer axes of one index first; with each, whether not."""
         if not self.batch or self.has_places_elsewhere:
             return
         sizes = self.sizes()
         rows = next(size for size in count(2) if size != self.batch and size not in sizes)
         many = self._changed(lambda leaf: torch.cat([leaf] * -(-rows // self.batch))[:rows])
-        longer = [next(many._spread(1, sizes))] if 1 in sizes else []
-        for call in (*longer, many):
-            for size in sorted(sizes - {1}, reverse=True):
-                yield from call._spread(size, sizes | call.sizes())
-            if call is not many or self.batch > 1 or single:
-                yield call
+        if 1 in sizes:
+            one, another = _two_others(1, {rows, *sizes})
+            yield many._spread(1, another, one), False
+        yield many, True
 
-    def _spread(self, size: int, taken: frozenset[int]) -> "Iterator[ExampleCall]":
-        """Calls in which axes of one size have sizes that are not taken: two for the last axis, then one."""
-        used = {1, self.batch, *taken}
-        free = (other for other in chain(_other_sizes(size), count(size)) if other not in used)
-        one, another = next(free), next(free)
-        yield self._mapped(lambda leaf: self._resize(leaf, size, another, one))
-        yield self._mapped(lambda leaf: self._resize(leaf, size, one))
+    def _spread(self, size: int, other: int, width: int) -> "ExampleCall":
+        """A call in which axes of one size have another one: the last axis ``width``."""
+        return self._mapped(lambda leaf: self._resize(leaf, size, other, width))
 
     def other_axes(self, leaf: Any) -> "Iterator[tuple[int, int]]":
         """The axes of a tensor that are not the batch's, and how long they are."""
@@ -166,6 +186,17 @@ def _other_sizes(size: int) -> tuple[int, ...]:
     power = size & -size
     found = (size // 2, size - power, size + (power if power < size else max(size // 2, 1)))
     return tuple(other for other in dict.fromkeys(found) if other)
+
+
+def _two_others(size: int, used: Container[int]) -> tuple[int, int]:
+    """Two sizes in the place of one, none of which is used."""
+    free = (other for other in chain(_other_sizes(size), count(size)) if other not in used)
+    return next(free), next(free)
+
+
+def _primes() -> Iterator[int]:
+    """Primes from 5 on."""
+    return (n for n in count(5, 2) if all(n % divisor for divisor in range(3, math.isqrt(n) + 1, 2)))
 
 
 def _another(rows: torch.Tensor) -> torch.Tensor:

@@ -461,10 +461,10 @@ class HalvesByBuffer(HalvesByConstant):
 
 SIZES = (
     Construct(DividedByWidth, images(), removed=7),
-    Construct(DividedByWidthAndPixels, images(), removed=3, reason="how many of these channels"),
+    Construct(DividedByWidthAndPixels, images(), removed=7),
     Construct(GatedByMean, images(), removed=7),
     Construct(RootOfWidth, images(), removed=7),
-    Construct(RootOfElements, images(), removed=3, reason="how many of these channels"),
+    Construct(RootOfElements, images(), removed=7),
     Construct(MeanRepeated, images(), removed=3, reason="these channels"),
     Construct(ArangeByWidth, images(), removed=3, reason="these channels"),
     Construct(OnesOfWrittenSize, images(), removed=7),

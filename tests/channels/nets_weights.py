@@ -23,6 +23,34 @@ class LowRankAdapter(nn.Module):
         return self.head(F.relu(F.linear(x, weight, self.hidden.bias)))
 
 
+class KernelFromImages(nn.Module):
+    """A kernel is made of an image, so what makes its places must stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.stem = nn.Linear(3, 9), conv_bn(3, 8)
+        self.head, self.out = nn.Conv2d(8, 4, 1), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.kernel(x.mean((0, 2, 3)))
+        y = F.conv2d(x, kernel.view(1, 1, 3, 3).expand(4, 3, 3, 3), padding=1)
+        return (y + self.head(F.relu(self.stem(x)))).mean((2, 3)) + self.out(kernel)
+
+
+class TableFromImages(nn.Module):
+    """The same with the entries of an embedding table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.stem = nn.Linear(3, 8), conv_bn(3, 8)
+        self.head, self.out = nn.Conv2d(8, 4, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table(x.mean((0, 2, 3)))
+        entries = F.embedding(torch.tensor([[0, 3]]), table.view(4, 2)).flatten(1)
+        return entries + self.out(table) + self.head(F.relu(self.stem(x))).mean((2, 3))
+
+
 class SumOfKernels(nn.Module):
     """A 1x1 kernel in the middle of a 3x3 one (re-parametrised convolutions)."""
 
@@ -373,6 +401,8 @@ class ComplexMatrix(nn.Module):
 
 WEIGHTS = (
     Construct(LowRankAdapter, sequences(), removed=4),
+    Construct(KernelFromImages, images(), removed=3, reason="another axis of a convolution's weight"),
+    Construct(TableFromImages, images(), removed=3, reason="both axes of an embedding table"),
     Construct(SumOfKernels, images(), removed=7),
     Construct(MaskedKernel, images(), removed=7),
     Construct(TiedAutoencoder, sequences(), removed=4),

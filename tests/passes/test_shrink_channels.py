@@ -1,4 +1,5 @@
 import pytest
+import torch
 from torch import nn
 
 from pdp_fx import Channels, Unstructured
@@ -44,6 +45,17 @@ def test_what_is_left_is_cut_from_the_hardened_tensors(name: str) -> None:
         kept = set(tensor.flatten().tolist())
         assert kept <= set(hard.state_dict()[key].flatten().tolist())
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in hard.parameters())
+
+
+def test_weights_keep_the_order_of_their_axes_in_memory() -> None:
+    model, x = net("small")
+    gm, _ = convert_until(
+        pruned(model.to(memory_format=torch.channels_last), Channels(ratio=0.5), x), "shrink-channels"
+    )
+    weight = gm.get_parameter("conv.weight")
+    assert weight.shape == (2, 3, 3, 3)
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
 
 
 def test_depthwise_groups_follow() -> None:

@@ -36,6 +36,18 @@ def test_axes_of_one_index_become_longer_in_the_first_calls() -> None:
     assert [(3, 1, 12, 4)] in found, "the model may take one channel only"
 
 
+def test_unlike_sizes_share_no_factor_with_each_other_or_with_numbers() -> None:
+    example = ExampleCall((torch.rand(2, 10, 8, 8),), {})
+    found = [tuple(call.args[0].shape) for call in example.unlike({14, 22})]
+    assert found == [(3, 17, 8, 8), (3, 10, 17, 13)]
+    gray = ExampleCall((torch.rand(1, 1, 6, 6),), {})
+    assert [tuple(call.args[0].shape) for call in gray.unlike({8})] == [
+        (2, 4, 7, 5),
+        (2, 4, 6, 6),
+        (2, 1, 7, 5),
+    ]
+
+
 def test_sizes_that_are_taken_are_left_out() -> None:
     for (images,) in shapes_apart(torch.rand(2, 4, 6, 8))[:-1]:
         assert len(set(images)) == 4, images

@@ -1,0 +1,173 @@
+"""Numbers that a graph computes from how many channels there are: what they were, and how they change.
+
+A number may follow other sizes, too, such as that of an axis which merges a batch and heads. Every number
+below is one of nodes, so that it holds for all sizes, and not that of the example.
+"""
+
+from __future__ import annotations
+
+import operator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.kept import Kept, placed_before, scaled
+from pdp_fx.channels.record import Labelled, Record
+from pdp_fx.tracing.functions import NUMBER_HOMES
+
+
+class Counts:
+    """The numbers of a graph whose channels are being removed.
+
+    Args:
+        found: the channel structure, with the old results of all nodes.
+        gone: for every class whether it is dropped.
+        changing: the names of the nodes whose number depends on how many channels there are.
+    """
+
+    def __init__(self, found: ChannelMap, gone: np.ndarray, changing: frozenset[str]) -> None:
+        self._found = found
+        self._gone = gone
+        self._changing = changing
+
+    def told(self, node: fx.Node) -> list[fx.Node]:
+        """The numbers among the arguments of ``node`` that depend on how many channels there are."""
+        return [source for source in node.all_input_nodes if source.name in self._changing]
+
+    def with_before(self, given: Any, place: fx.Node) -> Any:
+        """Arguments with the numbers from before any channel was removed, which are computed at ``place``."""
+        return map_arg(given, lambda source: self.before(source, place))
+
+    def before(self, node: fx.Node, place: fx.Node) -> Any:
+        """The number or sizes of ``node`` before any channel was removed.
+
+        Args:
+            node: any node.
+            place: the node before which new nodes that compute it are inserted.
+        """
+        if node.name not in self._changing:
+            return node
+        read = _read(node)
+        if read is not None:
+            source, axis = read
+            (value, *_) = self._found.given(source) or (Labelled((), ()),)
+            axes = range(len(value.shape)) if axis is None else (axis % len(value.shape),)
+            sizes = tuple(self._size_before(source, value, each, place) for each in axes)
+            return sizes[0] if axis is not None else _product(sizes, place) if _is_product(node) else sizes
+        if not is_arithmetic(node):
+            return self._found.numbers[node.name]
+        function: Any = node.target
+        args = self.with_before(node.args, place)
+        if not any(isinstance(leaf, fx.Node) for leaf in tree_leaves(args)) or isinstance(args[0], tuple):
+            return function(*args)
+        with place.graph.inserting_before(place):
+            return place.graph.create_node("call_function", function, args)
+
+    def _size_before(self, source: fx.Node, value: Labelled, axis: int, place: fx.Node) -> Any:
+        kept = self._found.kept(value, self._gone)
+        if kept.changes(axis) and is_fixed(value, axis) and not self._found.alone:
+            return value.shape[axis]
+        now = placed_before(place, "size", source, axis)
+        return scaled(now, value.shape[axis], kept.size(axis)) if kept.changes(axis) else now
+
+    def ratio(self, node: fx.Node) -> Fraction | None:
+        """By how much a number changes, whatever sizes it follows besides; None if it is not known."""
+        if node.name not in self._changing:
+            return Fraction(1)
+        read = _read(node)
+        if read is not None:
+            source, axis = read
+            (value, *_) = self._found.given(source) or (Labelled((), ()),)
+            kept = self._found.kept(value, self._gone)
+            if axis is not None:
+                return _shrinkage(kept, axis % len(value.shape))
+            return _multiplied(_shrinkage(kept, a) for a in kept.stays) if _is_product(node) else None
+        ratios = [self.ratio(arg) if isinstance(arg, fx.Node) else Fraction(1) for arg in node.args]
+        if node.target is operator.mul:
+            return _multiplied(ratios)
+        alike = len(ratios) == 2 and ratios[0] == ratios[1]
+        if node.target in (operator.add, operator.sub):
+            return ratios[0] if alike else None
+        return Fraction(1) if alike and node.target in (operator.floordiv, operator.truediv) else None
+
+
+def recoverable(node: fx.Node, record: Record) -> bool:
+    """Whether the number of ``node`` from before any channel is removed can be computed afterwards."""
+    if node.name not in record.taint or not _varies(node, record):
+        return True
+    read = _read(node)
+    if read is not None:
+        source, axis = read
+        (value, *_) = record.values_of(source) or (Labelled((), ()),)
+        axes = range(len(value.shape)) if axis is None else (axis % len(value.shape),)
+        return all(is_fixed(value, each) or _is_even(value, each) for each in axes)
+    return is_arithmetic(node) and all(recoverable(source, record) for source in node.all_input_nodes)
+
+
+def _varies(node: fx.Node, record: Record) -> bool:
+    return node.name in record.varying or node.name in record.free_axes
+
+
+def is_arithmetic(node: fx.Node) -> bool:
+    """Whether a node computes with numbers in Python."""
+    return node.op == "call_function" and getattr(node.target, "__module__", "") in NUMBER_HOMES
+
+
+def is_fixed(value: Labelled, axis: int) -> bool:
+    """Whether an axis holds channels, each once, so that its size is the same at every call."""
+    lines = [_line(layer.ids, axis) for layer in value.layers if axis in layer.support]
+    return any(len(np.unique(line)) == line.size for line in lines)
+
+
+def _is_even(value: Labelled, axis: int) -> bool:
+    """Whether all channels along an axis, if there are any, occur equally often."""
+    lines = (_line(layer.ids, axis) for layer in value.layers if axis in layer.support)
+    return all(len(set(np.unique(line, return_counts=True)[1])) == 1 for line in lines)
+
+
+def _line(ids: Any, axis: int) -> np.ndarray:
+    return ids.movedim(axis, 0).flatten(1)[:, 0].numpy() if ids.ndim > 1 else ids.numpy()
+
+
+def _read(node: fx.Node) -> tuple[fx.Node, int | None] | None:
+    """The tensor whose size a node reads, and the axis; None stands for all axes, or for another node."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target == "size":
+        asked: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        return (source, asked) if asked is None or isinstance(asked, int) else None
+    return (source, None) if _is_product(node) or node.target is getattr and node.args[1] == "shape" else None
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in ("numel", "nelement")
+
+
+def _product(sizes: tuple[Any, ...], place: fx.Node) -> Any:
+    product: Any = 1
+    for size in sizes:
+        known = isinstance(product, int) and isinstance(size, int)
+        product = product * size if known else placed_before(place, operator.mul, size, product)
+    return product
+
+
+def _shrinkage(kept: Kept, axis: int) -> Fraction | None:
+    if not kept.changes(axis):
+        return Fraction(1)
+    even = is_fixed(kept.value, axis) or _is_even(kept.value, axis)
+    return Fraction(kept.size(axis), kept.value.shape[axis]) if even else None
+
+
+def _multiplied(ratios: Any) -> Fraction | None:
+    product = Fraction(1)
+    for ratio in ratios:
+        if ratio is None:
+            return None
+        product *= ratio
+    return product
