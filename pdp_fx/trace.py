@@ -8,6 +8,7 @@ tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which or
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -45,7 +46,7 @@ from pdp_fx.tracing.structure import arrays, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unscripting import unscripted
-from pdp_fx.tracing.verify import Runner, run
+from pdp_fx.tracing.verify import Runner, run, tried
 from pdp_fx.tracing.waiving import waive
 
 _log = logging.getLogger(__name__)
@@ -198,7 +199,10 @@ def _waive_on_one(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
 
 def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
-    """Whether the graph gives the same results, in eval mode, for the first examples of another batch."""
+    """Whether the graph gives the same for the first examples of another batch, and what the model gives.
+
+    A number that Python makes of the batch size unseen acts alike in every batch, but not as in the model.
+    """
     recording, other = findings.recording(False), next(example.others(), None)
     if other is None:
         return True
@@ -209,7 +213,19 @@ def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, find
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         _log.info("the graph takes no other batch: %s", err)
         return False
-    return recording.outcome.is_begun_by(got, example.batch, other.batch)
+    if not recording.outcome.is_begun_by(got, example.batch, other.batch):
+        return False
+    given = given_by(model, other)
+    return given is None or not (
+        given[False].difference(got) or _differs_in_training(gm, model, other, given)
+    )
+
+
+def _differs_in_training(
+    gm: fx.GraphModule, model: nn.Module, other: ExampleCall, given: Mapping[bool, Outcome]
+) -> bool:
+    got = tried(gm, other, True, model)
+    return isinstance(got, Exception) or bool(given[True].difference(got))
 
 
 def without_shape(model: nn.Module) -> str | None:

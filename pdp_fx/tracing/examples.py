@@ -20,6 +20,10 @@ TRIALS = 6
 """How many calls with other numbers are made of one."""
 
 
+SMALL = 64
+"""The largest size that is doubled and trebled, too."""
+
+
 @dataclass(frozen=True)
 class ExampleCall:
     """The arguments of one call of the model."""
@@ -94,17 +98,28 @@ class ExampleCall:
     def resized(self, size: int) -> "Iterator[ExampleCall]":
         """Calls in which all axes of one size, except the batch, have another size, the cheapest first.
 
-        Two of the sizes are multiples of the same power of two, for nets that halve images several times.
+        Three of the sizes are multiples of the same power of two, for nets that halve images several times.
         """
-        for other in _other_sizes(size):
+        for other in (*_other_sizes(size), 2 * size):
             yield self._mapped(lambda leaf, other=other: self._resize(leaf, size, other))
+
+    def resized_alone(self, size: int) -> "Iterator[Iterator[ExampleCall]]":
+        """For each axis of one size the calls in which that axis alone has another, if there are several."""
+        given = list(tensors((self.args, self.kwargs)))
+        places = [(leaf, axis) for leaf in given for axis, length in self.other_axes(leaf) if length == size]
+        for leaf, axis in places if len(places) > 1 else ():
+            yield (self._with(leaf, _as_long(leaf, axis, other)) for other in (*_other_sizes(size), 2 * size))
+
+    def _with(self, old: torch.Tensor, new: torch.Tensor) -> "ExampleCall":
+        return self._mapped(lambda leaf: new if leaf is old else leaf)
 
     def apart(self, single: bool) -> "Iterator[ExampleCall]":
         """Calls with another batch size and sizes that are equal on this call by chance, the likeliest first.
 
         Of images as high as wide the width becomes another than the height, then both become smaller. Axes of
-        one index become longer in the first calls, for they may hide any order. In the last call only the
-        batch is another, for models that take no other size.
+        one index become longer in the first calls, for they may hide any order, and small images larger, for
+        nets that leave one pixel of them. In the last call only the batch is another, for models that take no
+        other size.
 
         Args:
             single: whether this last call is made if this call has a single example, too.
@@ -115,6 +130,8 @@ class ExampleCall:
                 one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
                 yield call._spread(size, another, one)
                 yield call._spread(size, one, one)
+                if size <= SMALL:
+                    yield call._spread(size, 3 * size, 2 * size)
             if not plain or self.batch > 1 or single:
                 yield call
 
@@ -163,9 +180,7 @@ class ExampleCall:
             width: how long the last axis becomes if it is one of them; 0 stands for ``other``.
         """
         for axis in [axis for axis, length in self.other_axes(leaf) if length == size]:
-            length = width if width and axis == leaf.ndim - 1 else other
-            whole = torch.cat([leaf.detach()] * -(-length // size), axis)
-            leaf = whole.narrow(axis, 0, length).clone().requires_grad_(leaf.requires_grad)
+            leaf = _as_long(leaf, axis, width if width and axis == leaf.ndim - 1 else other)
         return leaf
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ExampleCall":
@@ -186,6 +201,12 @@ def _other_sizes(size: int) -> tuple[int, ...]:
     power = size & -size
     found = (size // 2, size - power, size + (power if power < size else max(size // 2, 1)))
     return tuple(other for other in dict.fromkeys(found) if other)
+
+
+def _as_long(leaf: torch.Tensor, axis: int, length: int) -> torch.Tensor:
+    """A tensor with another length along an axis: cut off at its end, or repeated."""
+    whole = torch.cat([leaf.detach()] * -(-length // leaf.shape[axis]), axis)
+    return whole.narrow(axis, 0, length).clone().requires_grad_(leaf.requires_grad)
 
 
 def _two_others(size: int, used: Container[int]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Trying a graph on other sizes than those of the example."""
 
 import logging
+from collections.abc import Iterable
 
 from torch import fx, nn
 
@@ -16,7 +17,8 @@ def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
     """The sizes of the example that the graph must insist on, because it is wrong with other ones.
 
     A size may have become a plain number unseen, as in ``0.5 * x.shape[1]``, where Python calls the method of
-    the number on the left. Each size is replaced by the first other one that the model accepts. A graph that
+    the number on the left. Each size is replaced by the first other one that the model accepts: along all
+    axes that have it or, where they do not go together, such as channels and pixels, along each. A graph that
     fails there by a check of its own is not wrong. Examples with whole numbers on a GPU are not tried.
     """
     if example.has_places_elsewhere:
@@ -25,12 +27,21 @@ def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
 
 def _is_wrong_beside(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, size: int) -> bool:
-    for other in example.resized(size):
+    """Whether the graph is wrong where all axes of a size have another or, if that is refused, one has."""
+    found = _first_verdict(gm, model, example.resized(size))
+    if found is not None:
+        return found
+    return any(_first_verdict(gm, model, calls) for calls in example.resized_alone(size))
+
+
+def _first_verdict(gm: fx.GraphModule, model: nn.Module, calls: Iterable[ExampleCall]) -> bool | None:
+    """Whether the graph is wrong on the first of these calls that the model takes; None if it takes none."""
+    for other in calls:
         wanted = {training: tried(model, other, training) for training in MODES}
         if any(isinstance(outcome, Exception) for outcome in wanted.values()):
             continue
         return any(_is_wrong(gm, model, other, training, outcome) for training, outcome in wanted.items())
-    return False
+    return None
 
 
 def _is_wrong(

@@ -157,3 +157,23 @@ def test_channels_stay_of_which_other_sizes_choose_others(act: Act, batch: int) 
     for shape in ((2, 6, 4), (3, 7, 4), (5, 6, 4), (2, 8, 4)):
         x = torch.randn(shape, dtype=torch.float64)
         torch.testing.assert_close(small(x), prepared.eval()(x), rtol=0, atol=1e-9)
+
+
+class OfOnePixel(nn.Module):
+    """Tokens of the pixels become channels as they lie; of the example a single pixel is left (MAnet)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.value, self.head = nn.Conv2d(3, 8, 32, 32), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.value(self.stem(x).relu())
+        return self.head(value.flatten(2).transpose(1, 2).reshape(value.shape))
+
+
+def test_channels_stay_that_more_than_one_pixel_mixes() -> None:
+    prepared = halved(OfOnePixel(), (torch.randn(2, 3, 32, 32, dtype=torch.float64),))
+    small = pdp_fx.convert(prepared)
+    assert small.get_submodule("stem").out_channels == 4
+    x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    torch.testing.assert_close(small(x), prepared.eval()(x), rtol=0, atol=1e-9)

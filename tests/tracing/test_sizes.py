@@ -1,7 +1,7 @@
 import copy
 import math
 from collections.abc import Callable
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 import numpy as np
@@ -438,6 +438,66 @@ def test_sizes_are_tried_in_training_mode_too() -> None:
     gm = exact(InTraining(), rows(2, 4, 8), rows(3, 4, 8))
     with pytest.raises(AssertionError, match="this graph holds for inputs of size 8 only"):
         gm.train()(rows(2, 4, 5))
+
+
+def by_the_batch_on_the_right(x: Tensor) -> Tensor:
+    return x * (1.0 / x.shape[0])
+
+
+def by_a_logarithm(x: Tensor) -> Tensor:
+    return x * log(x.shape[0])
+
+
+def by_a_list_of_batches(x: Tensor) -> Tensor:
+    return x * [1.0, 2.0, 3.0, 5.0][x.shape[0]]
+
+
+@pytest.mark.parametrize("act", [by_the_batch_on_the_right, by_a_logarithm, by_a_list_of_batches])
+def test_a_number_made_of_the_batch_unseen_holds_the_graph_to_it(act: Any) -> None:
+    gm = exact(Deciding(act), rows(2, 4, 3), rows(2, 4, 5))
+    with pytest.raises(AssertionError, match="batch"):
+        gm(rows(3, 4, 3))
+
+
+class ByTheBatchInTraining(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 / x.shape[0]) if self.training else x
+
+
+def test_other_batches_are_tried_in_training_mode_too() -> None:
+    gm = exact(ByTheBatchInTraining(), rows(2, 4, 3))
+    with pytest.raises(AssertionError, match="batch"):
+        gm.train()(rows(3, 4, 3))
+
+
+class ByWidth(nn.Module):
+    """Makes an unseen number of the width of images with as many channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1.0 / (2.0 * x.shape[-1]))
+
+
+def test_axes_of_one_size_are_tried_one_by_one_if_they_do_not_go_together() -> None:
+    gm = exact(ByWidth(), torch.rand(2, 8, 8, 8))
+    with pytest.raises(AssertionError, match="this graph holds for inputs of size 8 only"):
+        gm(torch.rand(2, 8, 12, 12))
+
+
+class InWindows(nn.Module):
+    """Takes multiples of eight rows only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, 8)).sum(1) * (0.5 * x.shape[1])
+
+
+def test_twice_the_size_is_tried_too() -> None:
+    gm = exact(InWindows(), rows(2, 8, 3))
+    with pytest.raises(AssertionError, match="this graph holds for inputs of size 8 only"):
+        gm(rows(2, 16, 3))
 
 
 class OfTwo(nn.Module):
