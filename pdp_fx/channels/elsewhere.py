@@ -47,7 +47,8 @@ def heed_other_sizes(
         return
     record.by_batch = single
     example, widths = ExampleCall(*inputs), {size for shape in record.shapes.values() for size in shape}
-    for others in (example.unlike(widths), example.apart(single)):
+    larger = any(view.varies and view.of_one_index for view in views)
+    for others in (example.unlike(widths), example.apart(single, larger)):
         found = next((each for each in map(partial(_tried, follow), others) if each is not None), None)
         if found is not None:
             _heed(record, found)
@@ -79,10 +80,12 @@ class _View:
     Attributes:
         varies: whether it is given sizes that may be others at the next call.
         keeps_examples_apart: whether a view of a single example is one of each example of a batch, too.
+        of_one_index: whether another axis than the first has one index, which may be left of many.
     """
 
     varies: bool
     keeps_examples_apart: bool
+    of_one_index: bool
 
 
 def _views_of_channels(gm: fx.GraphModule, record: Record) -> Iterator[_View]:
@@ -101,7 +104,8 @@ def _views_of_channels(gm: fx.GraphModule, record: Record) -> Iterator[_View]:
             single = all(value.shape[:1] == (1,) for value in (*values, *record.values_of(node)))
             # The first axis may be that of the rows of an image of one row, and the batch another.
             single = single and not (record.reorders and 1 in values[0].shape[1:])
-            yield _View(varies, single and (first > 0 or _starts_with_batch(sizes)))
+            apart = single and (first > 0 or _starts_with_batch(sizes))
+            yield _View(varies, apart, 1 in values[0].shape[1:])
 
 
 def _starts_with_batch(sizes: list[Any]) -> bool:

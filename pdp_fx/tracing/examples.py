@@ -113,16 +113,16 @@ class ExampleCall:
     def _with(self, old: torch.Tensor, new: torch.Tensor) -> "ExampleCall":
         return self._mapped(lambda leaf: new if leaf is old else leaf)
 
-    def apart(self, single: bool) -> "Iterator[ExampleCall]":
+    def apart(self, single: bool, larger: bool = False) -> "Iterator[ExampleCall]":
         """Calls with another batch size and sizes that are equal on this call by chance, the likeliest first.
 
         Of images as high as wide the width becomes another than the height, then both become smaller. Axes of
-        one index become longer in the first calls, for they may hide any order, and small images larger, for
-        nets that leave one pixel of them. In the last call only the batch is another, for models that take no
-        other size.
+        one index become longer in the first calls, for they may hide any order. In the last call only the
+        batch is another, for models that take no other size.
 
         Args:
             single: whether this last call is made if this call has a single example, too.
+            larger: whether small sizes are doubled and trebled, too, for nets that leave one pixel of them.
         """
         sizes = self.sizes()
         for call, plain in self._longer():
@@ -130,7 +130,7 @@ class ExampleCall:
                 one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
                 yield call._spread(size, another, one)
                 yield call._spread(size, one, one)
-                if size <= SMALL:
+                if larger and size <= SMALL:
                     yield call._spread(size, 3 * size, 2 * size)
             if not plain or self.batch > 1 or single:
                 yield call
