@@ -87,6 +87,8 @@ class Counts:
             if axis is not None:
                 return _shrinkage(kept, axis % len(value.shape))
             return _multiplied(_shrinkage(kept, a) for a in kept.stays) if _is_product(node) else None
+        if node.target is operator.floordiv and self._is_whole(*node.args):
+            return self.ratio(node.args[0])  # pyright: ignore[reportArgumentType]
         ratios = [self.ratio(arg) if isinstance(arg, fx.Node) else Fraction(1) for arg in node.args]
         if node.target is operator.mul:
             return _multiplied(ratios)
@@ -94,6 +96,16 @@ class Counts:
         if node.target in (operator.add, operator.sub):
             return ratios[0] if alike else None
         return Fraction(1) if alike and node.target in (operator.floordiv, operator.truediv) else None
+
+    def _is_whole(self, number: Any, parts: Any) -> bool:
+        """Whether the size of an axis of channels divides into so many parts, now and before."""
+        read = _read(number) if isinstance(number, fx.Node) and isinstance(parts, int) else None
+        source, axis = read or (None, None)
+        if source is None or axis is None:
+            return False
+        (value, *_) = self._found.given(source) or (Labelled((), ()),)
+        place, kept = axis % len(value.shape), self._found.kept(value, self._gone)
+        return is_fixed(value, place) and value.shape[place] % parts == kept.size(place) % parts == 0
 
 
 def recoverable(node: fx.Node, record: Record) -> bool:
