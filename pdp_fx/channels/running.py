@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +18,7 @@ from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
+from pdp_fx.tracing.structure import changeable
 from pdp_fx.tracing.unfused import unfused_attention
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
@@ -66,7 +66,7 @@ class _FlowInterpreter(fx.Interpreter):
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as generated code would pass them: fx's immutable lists and dicts as plain ones."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return tuple(_changeable(arg) for arg in args), {key: _changeable(arg) for key, arg in kwargs.items()}
+        return tuple(changeable(arg) for arg in args), {key: changeable(arg) for key, arg in kwargs.items()}
 
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a node whose code may act differently on other inputs: freeze all labels that go in."""
@@ -94,15 +94,6 @@ def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
         f"{kind} decides by its data what it does{said}",
         "choose with tensor operations such as torch.where",
     )
-
-
-def _changeable(value: Any) -> Any:
-    """The value, or a copy with plain lists and dicts in the place of fx's."""
-    if isinstance(value, immutable_dict):
-        return {key: _changeable(item) for key, item in value.items()}
-    if isinstance(value, immutable_list):
-        return [_changeable(item) for item in value]
-    return value
 
 
 KNOWN_HOMES = ("torch.nn.", "torch.ao.nn.", "pdp_fx.ops.", "pdp_fx.masks")

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 BASE_TYPES = (
     type(None),
@@ -157,3 +158,12 @@ def fresh_copy(value: Any) -> Any:
 def as_base(value: Any) -> Any:
     """A numpy scalar as the Python number it is; anything else unchanged."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def changeable(value: Any) -> Any:
+    """The value, or a copy with plain lists and dicts in the place of those of fx."""
+    if isinstance(value, immutable_dict):
+        return {key: changeable(item) for key, item in value.items()}
+    if isinstance(value, immutable_list):
+        return [changeable(item) for item in value]
+    return value

@@ -402,6 +402,17 @@ def test_a_part_that_is_counted_from_the_first_is_there_at_all_sizes() -> None:
     exact(Deciding(lambda x: x.unbind(2)[1]), rows(1, 4, 2), rows(3, 4, 5))
 
 
+class JoinedInADict(nn.Module):
+    """Returns a list of all rows joined again, in a dict."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"rows": torch.cat(list(x))}
+
+
+def test_a_list_of_all_parts_is_of_any_length_in_a_model_that_returns_a_dict() -> None:
+    exact(JoinedInADict(), rows(1, 4, 2), rows(3, 4, 2))
+
+
 def by_a_number_on_the_left(x: Tensor) -> Tensor:
     return x * (0.5 * x.shape[2])
 
