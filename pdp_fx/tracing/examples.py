@@ -140,7 +140,7 @@ class ExampleCall:
 
         Of sizes that share factors, such as 12 channels and 8 pixels, a view may mix fewer than it can.
         """
-        taken = {self.batch, *self.sizes(), *numbers}
+        taken = {self.batch, *self.sizes(), *numbers} - {0}
         free = (prime for prime in _primes() if all(number % prime for number in taken))
         one, another = next(free), next(free)
         for call, plain in self._longer():
