@@ -91,8 +91,7 @@ def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms:
     """The channel structure, from the record of a run of ``gm`` on ``inputs``."""
     shapes = [tensor.shape for tensor in tensors(place_arguments(gm, inputs))]
     batch = shapes[0][0] if shapes and shapes[0] else 1
-    found = _solve(record, batch, gm.graph, through_norms)
-    return replace(found, alone=any(1 in shape for shape in shapes))
+    return _solve(record, batch, any(1 in shape for shape in shapes), gm.graph, through_norms)
 
 
 @dataclass(frozen=True)
@@ -198,12 +197,13 @@ def _unknown(call: Call, flow: LabelFlow) -> None:
             flow.put(leaf, ())
 
 
-def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> ChannelMap:
+def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_norms: bool) -> ChannelMap:
     """Turn the record of a run into classes and groups.
 
     Args:
         record: the record.
         batch: the batch size of the run.
+        alone: as in `ChannelMap`.
         graph: the graph that was run.
         through_norms: whether residual streams that norms run over may go.
     """
@@ -250,7 +250,7 @@ def _solve(record: Record, batch: int, graph: fx.Graph, through_norms: bool) -> 
         classes=classes,
         stand_ins=record.stand_ins,
         by_batch=record.by_batch,
-        alone=batch == 1,
+        alone=alone,
     )
 
 
