@@ -3,7 +3,8 @@
 The originals return plain numbers, so the graph would keep those of the example, such as the batch size in
 ``int(windows.shape[0] / count)``.
 
-* `max`, `math.sqrt` and the like are replaced while a model is recorded.
+* `max`, `math.sqrt` and the like are replaced while a model is recorded, in `math` and where the files of the
+  model's classes import them from it.
 * `int` and `float` are also types that code may test for, so they are replaced only in the globals of code
   that was seen to call them on live numbers, and the model is recorded again.
 * NumPy makes plain numbers of live ones; the graph checks that these are the same.
@@ -17,12 +18,15 @@ import functools
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.tracing.reads import counted
@@ -61,14 +65,11 @@ def _stand_in(original: type, call: Callable[..., Any]) -> Any:
     return _StandIn(original.__name__, (), {"original": original, "call": staticmethod(call)})
 
 
-_FUNCTIONS = {
-    builtins: ("max", "min"),
-    math: tuple(
-        name
-        for name, function in vars(math).items()
-        # These call a method of the number, which a live number defines.
-        if inspect.isbuiltin(function) and name not in ("ceil", "floor", "trunc", "prod")
-    ),
+_FUNCTIONS = frozenset({max, min}) | {
+    function
+    for name, function in vars(math).items()
+    # These call a method of the number, which a live number defines.
+    if inspect.isbuiltin(function) and name not in ("ceil", "floor", "trunc")
 }
 _OF_MANY = frozenset({max, min})
 """Functions that take several numbers or one sequence of numbers."""
@@ -82,16 +83,26 @@ def casting(recorder: Recorder) -> Generator[None, None, None]:
     """Replace the functions of numbers, the casts that are known to need it, and `range` inside the block."""
     known = (recorder.findings.casts or {}).items()
     casts = [(names, name, _CASTS[name]) for (_, name), names in known if name not in names]
+    alive = {function: _alive(function, recorder.session) for function in _FUNCTIONS} | {math.prod: _product}
+    functions = [
+        (names, name, alive[value])
+        for names in _globals_of(recorder.model)
+        for name, value in names.items()
+        if isinstance(value, BuiltinFunctionType) and value in alive
+    ]
     with ExitStack() as stack:
-        stack.enter_context(entries(casts))
+        stack.enter_context(entries([*casts, *functions]))
         stack.enter_context(replaced(builtins, "range", _stand_in(range, _checked_range(recorder))))
-        stack.enter_context(replaced(math, "prod", _product))
-        for home, functions in _FUNCTIONS.items():
-            for name in functions:
-                stack.enter_context(replaced(home, name, _alive(getattr(home, name), recorder.session)))
         for name in _NUMPY:
             stack.enter_context(replaced(np, name, _fixing(getattr(np, name), recorder.session)))
         yield
+
+
+def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
+    """What `math`, Python itself and the files that define the model's classes have by name."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    homes = {"math", "builtins", *(kind.__module__ for kind in kinds)} & sys.modules.keys()
+    return [vars(sys.modules[home]) for home in sorted(homes)]
 
 
 def _fixing(function: Callable[..., Any], session: Session) -> Callable[..., Any]:

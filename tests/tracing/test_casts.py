@@ -1,5 +1,7 @@
 import copy
 import pickle
+from collections.abc import Callable
+from math import log, sqrt
 from typing import Any
 
 import pytest
@@ -55,6 +57,28 @@ def test_code_that_needs_the_type_itself_is_traced_as_it_is() -> None:
             return self.linear(x) * (2 if type(rows) is int else 0) + rows
 
     exact(Asks(), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda size: 2 * sqrt(size),
+        lambda size: sqrt(size / 2),
+        lambda size: log(size) / 2,
+        lambda size: log(size / 2),
+    ],
+)
+def test_functions_of_numbers_that_a_file_imports_are_followed(scale: Callable[[Any], float]) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * scale(x.shape[1])
+
+    exact(Scales(), torch.randn(2, 6, 4), torch.randn(3, 9, 4))
+    assert type(sqrt) is type(len)
 
 
 class Loops(nn.Module):

@@ -1,7 +1,6 @@
 import copy
 import math
 from collections.abc import Callable
-from math import log, sqrt
 from typing import Any
 
 import numpy as np
@@ -232,10 +231,6 @@ def by_product(x: Tensor) -> Tensor:
     return x / np.prod(x.shape[1:]).item()
 
 
-def by_root(x: Tensor) -> Tensor:
-    return x / sqrt(x.shape[2])
-
-
 def by_the_longer(x: Tensor) -> Tensor:
     return x.flip(max((2, x.shape[2]), (1, 6))[0]) + max([x.shape[2]], key=abs) + max([x.shape[1]])
 
@@ -293,7 +288,7 @@ def by_a_generator(x: Tensor) -> Tensor:
 
 
 BY_SIZES = (
-    *(padded, halved, turned, by_logarithm, by_product, by_root, by_the_longer, given_training),
+    *(padded, halved, turned, by_logarithm, by_product, by_the_longer, given_training),
     *(by_positions, by_their_list, by_their_array, by_equality, by_table, by_name, by_text),
     *(by_repeating, by_bits, by_parts, by_another, by_a_generator),
 )
@@ -455,15 +450,11 @@ def by_the_batch_on_the_right(x: Tensor) -> Tensor:
     return x * (1.0 / x.shape[0])
 
 
-def by_a_logarithm(x: Tensor) -> Tensor:
-    return x * log(x.shape[0])
-
-
 def by_a_list_of_batches(x: Tensor) -> Tensor:
     return x * [1.0, 2.0, 3.0, 5.0][x.shape[0]]
 
 
-@pytest.mark.parametrize("act", [by_the_batch_on_the_right, by_a_logarithm, by_a_list_of_batches])
+@pytest.mark.parametrize("act", [by_the_batch_on_the_right, by_a_list_of_batches])
 def test_a_number_made_of_the_batch_unseen_holds_the_graph_to_it(act: Any) -> None:
     gm = exact(Deciding(act), rows(2, 4, 3), rows(2, 4, 5))
     with pytest.raises(AssertionError, match="batch"):
