@@ -11,8 +11,9 @@ from pdp_fx.tracing.steps import Expr, Step
 class Parts:
     """What a model does with the parts that `unbind`, `split` and `chunk` return.
 
-    A list of all parts, as in ``torch.cat(list(x))``, is passed on as a whole, so that the graph works for
-    any number of them. If nothing else is done with the parts, the check of their number may be unnecessary.
+    A list of all parts, as in ``torch.cat(list(x))``, is passed on or returned as a whole, so that the graph
+    works for any number of them. If nothing else is done with the parts, the check of their number may be
+    unnecessary.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,19 @@ class Parts:
             return value
         self._joined.add(made)
         return made
+
+    def returned(self, tree: Any) -> Any:
+        """What the model returns, encoded, with whole lists of parts in the place of the parts one by one."""
+        if isinstance(tree, Expr) and tree.call is not operator.getitem:
+            return Expr(tree.call, tuple(map(self.returned, tree.args)), self.returned(tree.kwargs))
+        if isinstance(tree, dict):
+            return {key: self.returned(part) for key, part in tree.items()}
+        if not isinstance(tree, tuple | list):
+            return tree
+        made = self.joined(tree)
+        if made is tree:
+            return type(tree)(map(self.returned, tree))
+        return Expr(type(tree), (made,))
 
     def settle(self, steps: Iterable[Step], output: Any) -> bool:
         """Mark the checks of numbers of parts that can be removed if another example shows them unnecessary.

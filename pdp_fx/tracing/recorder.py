@@ -235,7 +235,7 @@ class Recorder:
         """The recording of the run, which has returned ``result``."""
         self.failures.check()
         self._leave(self.model, self._buffers)
-        output = self.arguments.output(result)
+        output = self.parts.returned(self.arguments.output(result))
         self.findings.sizes.read |= self.parts.settle(self.steps, output)
         return Recording(tuple(self.steps), output, frozenset(self.scopes), unseen=tuple(self.origins.unseen))
 

@@ -397,15 +397,31 @@ def test_a_part_that_is_counted_from_the_first_is_there_at_all_sizes() -> None:
     exact(Deciding(lambda x: x.unbind(2)[1]), rows(1, 4, 2), rows(3, 4, 5))
 
 
-class JoinedInADict(nn.Module):
-    """Returns a list of all rows joined again, in a dict."""
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda x: {"rows": torch.cat(list(x))},
+        lambda x: {"rows": list(x), "again": (torch.cat(list(x)), [x.split(1)])},
+        lambda x: x.unbind(),
+        list,
+    ],
+)
+def test_a_list_of_all_parts_that_is_returned_may_be_of_any_length(returned: Any, size: int) -> None:
+    gm = exact(Deciding(returned), rows(size, 4, 2), rows(3, 4, 2), rows(1, 4, 2))
+    assert torch.utils._pytree.tree_structure(gm(rows(3, 4, 2))) == torch.utils._pytree.tree_structure(
+        returned(rows(3, 4, 2))
+    )
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"rows": torch.cat(list(x))}
 
-
-def test_a_list_of_all_parts_is_of_any_length_in_a_model_that_returns_a_dict() -> None:
-    exact(JoinedInADict(), rows(1, 4, 2), rows(3, 4, 2))
+@pytest.mark.parametrize("returned", [lambda x: list(x)[:2], lambda x: [part * 2 for part in x]])
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_lists_of_parts_that_are_returned_have_the_length_of_the_example(
+    returned: Any, size: int
+) -> None:
+    gm = exact(Deciding(returned), rows(size, 4, 2))
+    with pytest.raises(AssertionError, match=f"(batch of|goes up to) {size} "):
+        gm(rows(size + 1, 4, 2))
 
 
 def by_a_number_on_the_left(x: Tensor) -> Tensor:
