@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_structure
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pdp_fx.tracing.sizes import Session, live
@@ -409,9 +410,7 @@ def test_a_part_that_is_counted_from_the_first_is_there_at_all_sizes() -> None:
 )
 def test_a_list_of_all_parts_that_is_returned_may_be_of_any_length(returned: Any, size: int) -> None:
     gm = exact(Deciding(returned), rows(size, 4, 2), rows(3, 4, 2), rows(1, 4, 2))
-    assert torch.utils._pytree.tree_structure(gm(rows(3, 4, 2))) == torch.utils._pytree.tree_structure(
-        returned(rows(3, 4, 2))
-    )
+    assert tree_structure(gm(rows(3, 4, 2))) == tree_structure(returned(rows(3, 4, 2)))
 
 
 @pytest.mark.parametrize("returned", [lambda x: list(x)[:2], lambda x: [part * 2 for part in x]])
