@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_structure
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_structure
 
 from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.steps import Attribute
