@@ -19,6 +19,7 @@ from pdp_fx.ops.kinds import named_modules
 from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.functions import acts_in_place
 from pdp_fx.tracing.modes import When
+from pdp_fx.tracing.skipping import kept_unless
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class FixMode(Pass):
                 known[node] = node.args[0][node.args[1]]
             elif isinstance(node.target, When) and not node.args[0]:
                 known[node] = None
+            elif node.target is kept_unless and node.args[0] is None:
+                known[node] = node.args[2]
         calls = [node for node in gm.graph.nodes if isinstance(node.target, When) and node not in known]
         for node in calls:
             _call_plainly(gm.graph, node, node.target.function)

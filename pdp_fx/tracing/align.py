@@ -49,7 +49,7 @@ def align(in_eval: Recording, in_train: Recording) -> Alignment:
     """Pair the steps of two recordings of one model."""
     left, right = in_eval.steps, in_train.steps
     pairs: list[Pair] = []
-    for tag, i, i_end, j, j_end in _opcodes([_key(s) for s in left], [_key(s) for s in right]):
+    for tag, i, i_end, j, j_end in _opcodes(list(map(kind_of_step, left)), list(map(kind_of_step, right))):
         if tag == "equal":
             pairs += [Pair(a, b) for a, b in zip(left[i:i_end], right[j:j_end], strict=True)]
             continue
@@ -64,6 +64,7 @@ def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> Sequence[tu
     return SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
 
 
-def _key(step: Step) -> Hashable:
+def kind_of_step(step: Step) -> Hashable:
+    """A key that steps share which do the same in the same call of a module, whatever they are given."""
     target = step.target if isinstance(step.target, str | Whole) else id(step.target)
     return step.op, target, step.scope, len(step.args), tuple(step.kwargs)

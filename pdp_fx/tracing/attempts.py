@@ -12,6 +12,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.leaves import stores_tensors
 from pdp_fx.tracing.record import record
+from pdp_fx.tracing.skipping import Answers, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
 
@@ -48,6 +49,10 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
         if findings.is_new():
             continue
         alignment = align(in_eval, in_train)
+        if not chooses_alike(alignment):
+            findings.follows_draws = False
+            findings.forget()
+            continue
         differing = {Whole(alignment.owner(pair)) for pair in alignment.pairs if pair.only}
         weightless = {
             whole for whole in differing if whole.path and not stores_tensors(model.get_submodule(whole.path))
@@ -66,14 +71,29 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
             return known
         knowledge = findings.knowledge
         try:
-            recording = forgetting(
-                lambda: record(in_mode(model, training), example.fresh(), findings),
-                model,
-                expected=(UnrecordableError,),
-            )
+            recording = _recorded(model, example, training, findings)
+            if recording is None:
+                findings.follows_draws = False
+                continue
             findings.note(training, recording, knowledge)
         except UnrecordableError as err:
             _learn(model, err, findings)
+
+
+def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording | None:
+    """One mode recorded; None if it branches on random numbers to do more than to skip something."""
+
+    def again(answers: Answers | None) -> Recording:
+        return forgetting(
+            lambda: record(in_mode(model, training), example.fresh(), findings, answers),
+            model,
+            expected=(UnrecordableError,),
+        )
+
+    if not training or not findings.follows_draws:
+        return again(None)
+    recording = again(lambda _: False)
+    return with_choices(recording, again) if recording.draws else recording
 
 
 def _learn(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:

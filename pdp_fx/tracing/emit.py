@@ -13,8 +13,10 @@ from torch import fx, nn
 
 from pdp_fx.tracing.align import Alignment, Pair
 from pdp_fx.tracing.arguments import all_values
+from pdp_fx.tracing.blocks import SKIPPED
 from pdp_fx.tracing.functions import kept_alive
 from pdp_fx.tracing.recomputing import RECOMPUTED
+from pdp_fx.tracing.skipping import kept_unless
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, root
 from pdp_fx.tracing.writer import Gate, Writer
 
@@ -59,6 +61,8 @@ class _Merge:
             self._add_shared(pair.in_eval, pair.in_train)
         elif pair.in_eval is not None:
             self._add_single(pair.in_eval, False, self.alignment.owner(pair))
+        elif pair.in_train is not None and pair.in_train.target is kept_unless:
+            self._add_choice(pair.in_train)
         elif pair.in_train is not None:
             self._add_single(pair.in_train, True, self.alignment.owner(pair))
 
@@ -113,7 +117,7 @@ class _Merge:
         step = in_train if lasting else in_eval
         node = self.writer.step(step, args, kwargs)
         self._nodes[False, in_eval] = self._nodes[True, in_train] = node
-        _note_recomputed(node, in_train)
+        _note_parts(node, in_train)
 
     def _add_single(self, step: Step, training: bool, owner: str) -> None:
         self.writer.at(step.scope.path, step.source)
@@ -125,7 +129,16 @@ class _Merge:
         self._single.add((training, step))
         node = self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
         if training:
-            _note_recomputed(node, step)
+            _note_parts(node, step)
+
+    def _add_choice(self, choice: Step) -> None:
+        """Write a choice, which what follows uses in eval mode, too: there is no flag then that skips."""
+        self.writer.at(choice.scope.path, choice.source)
+        node = self.writer.step(choice, self._lower(choice.args, True), {})
+        node.meta[SKIPPED] = choice.skipped
+        made = self.alignment.pairs[self._places[choice.args[2]]]
+        self._nodes[True, choice] = node
+        self._nodes |= {(False, step): node for step in made.steps if step is made.in_eval}
 
     def _lower(self, tree: Any, training: bool) -> Any:
         """The arguments of a step of one mode, with nodes in the place of values."""
@@ -165,9 +178,12 @@ class _Merge:
         return self.writer.pick(in_eval, in_train, owner)
 
 
-def _note_recomputed(node: fx.Node, in_train: Step) -> None:
+def _note_parts(node: fx.Node, in_train: Step) -> None:
+    """Note in the node which part of the code the step belongs to, if it is one that passes need not know."""
     if in_train.recomputed:
         node.meta[RECOMPUTED] = in_train.recomputed
+    if in_train.skipped:
+        node.meta[SKIPPED] = in_train.skipped
 
 
 def _is_optional(step: Step | None) -> bool:

@@ -8,13 +8,13 @@ from torch import fx, nn
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.attempts import Recordings
 from pdp_fx.tracing.emit import without_dead_code, write_graph
-from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.examples import TRIALS, ExampleCall
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Recording
-from pdp_fx.tracing.verify import Runner, run, tried
+from pdp_fx.tracing.verify import Runner, run, seeded, tried
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ def exact_graph(
         problem = problem_of(gm, model, example, wanted, watch)
         if not problem:
             _check_other_numbers(gm, model, example, recordings)
+            _check_other_draws(gm, model, example, recordings)
             return gm
     raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
 
@@ -74,6 +75,22 @@ def _check_other_numbers(
                     f"the graph of {type(model).__name__} was discarded: with other numbers than the "
                     f"example's it {problem} in {MODES[training]} mode. {_suspected(sorted(reading))}"
                 )
+
+
+def _check_other_draws(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
+) -> None:
+    """Check that the graph skips what the model skips, for several seeds of the random numbers.
+
+    Raises:
+        TraceError: the graph and the model differ.
+    """
+    skips = any(step.skipped for step in recordings.alignment.in_train.steps)
+    for seed in range(TRIALS) if skips else ():
+        wanted = run(model, example, True, seeded(seed))
+        difference = wanted.difference(run(gm, example, True, seeded(seed), model))
+        if difference:
+            raise TraceError(f"the graph of {type(model).__name__} was discarded: it {difference}")
 
 
 def _made_in_run(recording: Recording, other: Recording) -> bool:

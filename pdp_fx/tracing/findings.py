@@ -40,6 +40,7 @@ class Findings:
         casts: the globals of code in which `int` and `float` are replaced by functions that return live
             numbers, as in `Session.cast_in`; None if they are never replaced.
         follows_ragged: whether sizes that depend on the numbers in a tensor may become live numbers.
+        follows_draws: whether branches on random numbers may become choices.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
@@ -49,6 +50,7 @@ class Findings:
     lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     follows_ragged: bool = True
+    follows_draws: bool = True
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
@@ -58,14 +60,18 @@ class Findings:
 
     def anew(self, sizes: Sizes | None = None) -> Findings:
         """The findings to trace the model anew with: ``lasting``, and these or the given ``sizes``."""
-        return Findings(sizes=self.sizes if sizes is None else sizes, lasting=self.lasting)
+        sizes = self.sizes if sizes is None else sizes
+        return Findings(sizes=sizes, lasting=self.lasting, follows_draws=self.follows_draws)
 
     def plainer(self) -> Findings | None:
-        """The findings to trace the model anew with fewer live numbers; None if there are none to give up."""
+        """The findings to trace the model anew with fewer live numbers or choices; None if none are left."""
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):
             return replace(self.anew(), follows_ragged=False)
         if self.casts:
             return replace(self.anew(), follows_ragged=self.follows_ragged, casts=None)
+        if self.follows_draws and any(step.skipped for made, _ in self._made.values() for step in made.steps):
+            self.follows_draws = False
+            return replace(self.anew(), follows_ragged=self.follows_ragged, casts=self.casts)
         return None
 
     def keep_whole(self, whole: Whole, reason: str) -> None:
@@ -95,6 +101,10 @@ class Findings:
         """The recording of a mode, or None if something has been learned since."""
         made = self._made.get(training)
         return made[0] if made is not None and made[1] == self.knowledge else None
+
+    def forget(self) -> None:
+        """Forget the recordings made so far."""
+        self._made.clear()
 
     def is_new(self) -> bool:
         """Whether something has been learned since the recording of either mode."""

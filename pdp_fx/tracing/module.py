@@ -11,6 +11,7 @@ from typing import Any, Self
 from torch import fx, nn
 from torch.fx.graph import PythonCode
 
+from pdp_fx.tracing.blocks import gather_blocks, in_blocks
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
@@ -59,11 +60,16 @@ class TracedModule(fx.GraphModule):
         return self
 
     def recompile(self) -> PythonCode:
-        """Generate the code of the graph, in which parts that are recomputed in backward are functions."""
+        """Generate the code of the graph.
+
+        Parts that are recomputed in backward become functions, parts that may be skipped conditional.
+        """
+        blocks = gather_blocks(self.graph)
         parts = recomputed_parts(self.graph)
-        if not parts:
+        if not blocks and not parts:
             return super().recompile()
-        with self.graph.on_generate_code(lambda _: in_functions(self.graph, parts)):
+        rewritten = in_blocks(self.graph, blocks) if blocks else in_functions(self.graph, parts)
+        with self.graph.on_generate_code(lambda _: rewritten):
             return super().recompile()
 
     def _deepcopy_init(self) -> Callable[..., None]:

@@ -164,8 +164,12 @@ def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
 
 def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
     """The truth of a tensor; if it depends on data, only a check may ask, and the graph checks too."""
-    if not is_data(recorder.origins.value(tensor)):
+    value = recorder.origins.value(tensor)
+    if not is_data(value):
         return recorder.function(torch.Tensor.__bool__, (tensor,), {})
+    way = recorder.drawn(value)
+    if way is not None:
+        return way
     truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):

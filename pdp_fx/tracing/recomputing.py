@@ -86,9 +86,8 @@ def in_functions(graph: fx.Graph, parts: Sequence[Part]) -> Callable[[list[str]]
     nodes = list(graph.nodes)
 
     def rewritten(body: list[str]) -> list[str]:
-        starts = [i for i, text in enumerate(body) if text.startswith(_MARK)]
-        lines = dict(zip(nodes, _between(body, starts), strict=True))
-        written, done = body[: starts[0]], 0
+        written, lines = lines_of(body, nodes)
+        done = 0
         for number, (places, first, inside) in enumerate(parts, 1):
             written += [text for node in [*nodes[done : places.start], *first] for text in lines[node]]
             written += _function(f"recomputed_{number}", inside, lines)
@@ -98,8 +97,11 @@ def in_functions(graph: fx.Graph, parts: Sequence[Part]) -> Callable[[list[str]]
     return rewritten
 
 
-def _between(body: list[str], starts: list[int]) -> list[list[str]]:
-    return [body[start:stop] for start, stop in zip(starts, [*starts[1:], len(body)], strict=True)]
+def lines_of(body: list[str], nodes: Sequence[fx.Node]) -> tuple[list[str], dict[fx.Node, list[str]]]:
+    """The lines that fx generates before the first node of a graph, and those of each node."""
+    starts = [i for i, text in enumerate(body) if text.startswith(_MARK)]
+    texts = [body[start:stop] for start, stop in zip(starts, [*starts[1:], len(body)], strict=True)]
+    return body[: starts[0]], dict(zip(nodes, texts, strict=True))
 
 
 def _of_parameters(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -1,5 +1,6 @@
 """One recorded run of a model on its example inputs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -15,19 +16,22 @@ from pdp_fx.tracing.steps import Recording
 
 
 @runs_model
-def record(model: nn.Module, example: ExampleCall, findings: Findings) -> Recording:
+def record(
+    model: nn.Module, example: ExampleCall, findings: Findings, answers: Callable[[int], bool] | None = None
+) -> Recording:
     """Run the model, in the mode that it is in, and record what it does.
 
     Args:
         model: the model; the caller restores its state.
         example: the arguments; tensors in them may change.
         findings: what is known of the model, such as the parts to keep whole; what is learned is added.
+        answers: which way to go at each branch on random numbers alone, by its number; None to refuse such.
 
     Raises:
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or
             method.
     """
-    recorder = Recorder(model, findings)
+    recorder = Recorder(model, findings, answers)
     try:
         call = bind(recorder, model, example)
         with listening(recorder):

@@ -27,8 +27,10 @@ from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Session, live, note_fixed
+from pdp_fx.tracing.skipping import is_drawn
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
+    Draw,
     Expr,
     NumberReadError,
     Recording,
@@ -57,9 +59,12 @@ class Recorder:
     Args:
         model: the model that runs.
         findings: what is known of the model, such as the parts to keep whole.
+        answers: which way to go at each branch on random numbers alone, by its number; None to refuse such.
     """
 
-    def __init__(self, model: nn.Module, findings: Findings) -> None:
+    def __init__(
+        self, model: nn.Module, findings: Findings, answers: Callable[[int], bool] | None = None
+    ) -> None:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.findings = findings
@@ -75,6 +80,8 @@ class Recorder:
         self.arguments = Arguments(self.origins, self.session)
         self.dtypes = Dtypes()
         self.parts = Parts()
+        self.draws: list[Draw] = []
+        self._answers = answers
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._buffers = dict(model._buffers)
@@ -237,7 +244,8 @@ class Recorder:
         self._leave(self.model, self._buffers)
         output = self.parts.returned(self.arguments.output(result))
         self.findings.sizes.read |= self.parts.settle(self.steps, output)
-        return Recording(tuple(self.steps), output, frozenset(self.scopes), unseen=tuple(self.origins.unseen))
+        unseen, draws = tuple(self.origins.unseen), tuple(self.draws)
+        return Recording(tuple(self.steps), output, frozenset(self.scopes), unseen=unseen, draws=draws)
 
     @property
     def inside(self) -> bool:
@@ -252,6 +260,16 @@ class Recorder:
             yield
         finally:
             self._inside = before
+
+    def drawn(self, value: Value) -> bool | None:
+        """Which way to go at a branch on a value; None if it may depend on data, or is not to be followed."""
+        if self._answers is None or self.inside or not is_drawn(value):
+            return None
+        known = next((number for number, draw in enumerate(self.draws) if draw.value is value), None)
+        if known is None:
+            known = len(self.draws)
+            self.draws.append(Draw(value, len(self.steps), self.scope, source_line()))
+        return self._answers(known)
 
     @contextmanager
     def recomputing(self) -> Generator[None, None, None]:

@@ -80,6 +80,7 @@ class Step:
         sized: whether the model reads a size of its result that depends on numbers.
         decides: whether it is a check of a comparison of sizes by which the model's code decided.
         recomputed: the number, from 1, of the call of `torch.utils.checkpoint` that it is a part of; else 0.
+        skipped: the number, from 1, of the branch on random numbers that may skip it; else 0.
     """
 
     op: str
@@ -100,6 +101,7 @@ class Step:
     sized: bool = False
     decides: bool = False
     recomputed: int = 0
+    skipped: int = 0
 
     @property
     def called(self) -> str:
@@ -134,6 +136,23 @@ Value = Step | Attribute | Constant | Expr
 
 
 @dataclass(frozen=True)
+class Draw:
+    """A branch of the model on random numbers alone.
+
+    Attributes:
+        value: the tensor that it asked for its truth.
+        place: how many steps came before it.
+        scope: the module call that it happened in.
+        source: the line of the model's code, `file.py:line`.
+    """
+
+    value: Value
+    place: int
+    scope: Scope
+    source: str
+
+
+@dataclass(frozen=True)
 class Recording:
     """All that a model did in one run.
 
@@ -144,6 +163,7 @@ class Recording:
         outcome: the outcome of the run; None if nothing was run.
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
+        draws: where the model branched on random numbers alone, in order.
     """
 
     steps: tuple[Step, ...]
@@ -151,6 +171,7 @@ class Recording:
     scopes: frozenset[Scope]
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
+    draws: tuple[Draw, ...] = ()
 
 
 class UnrecordableError(Exception):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pdp_fx.tracing.examples import ExampleCall
@@ -43,6 +44,16 @@ def twice(first: ExampleCall) -> Runner:
     def call(model: Any, second: ExampleCall) -> Any:
         called(model, first.fresh())
         return called(model, second)
+
+    return call
+
+
+def seeded(seed: int) -> Runner:
+    """A runner that seeds torch's random numbers before it calls a model."""
+
+    def call(model: Any, example: ExampleCall) -> Any:
+        torch.manual_seed(seed)
+        return called(model, example)
 
     return call
 

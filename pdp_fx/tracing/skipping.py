@@ -1,0 +1,274 @@
+"""Layers that a model skips at random while it trains (LayerDrop), as choices in a graph.
+
+A branch on random numbers alone depends on no data, so both of its ways can be recorded. The way with more
+steps is the one that the graph is flat for. Where the other way leaves steps out and goes on with another
+value, `kept_unless` chooses between the two; the code of the graph runs the steps only if they are needed
+(`pdp_fx.tracing.blocks`).
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pdp_fx.tracing.align import Alignment, kind_of_step
+from pdp_fx.tracing.arguments import all_values
+from pdp_fx.tracing.steps import (
+    Constant,
+    Expr,
+    Recording,
+    Step,
+    UnrecordableError,
+    Value,
+    identity,
+    is_data,
+)
+
+Answers = Callable[[int], bool]
+"""Which way to go at each branch on random numbers, by its number in the run."""
+
+
+def kept_unless(skipped: bool, instead: Any, made: Any) -> Any:
+    """The second value if the steps that make the third are skipped, else the third."""
+    return instead if skipped else made
+
+
+def with_choices(base: Recording, again: Callable[[Answers], Recording]) -> Recording | None:
+    """The recording of a model that branches on random numbers, with both ways of each branch.
+
+    The other way is recorded for every second branch at once, so that the value which goes on in the place
+    of skipped steps is seen by a step that is not skipped.
+
+    Args:
+        base: a recording that answers False at each branch.
+        again: records once more, with other answers.
+
+    Returns:
+        The recording; None if a branch does more than to leave steps out.
+    """
+    try:
+        if_false, if_true = _segments(base)[1:], _segments(again(lambda _: True))[1:]
+        longer = {
+            i for i, ways in enumerate(zip(if_false, if_true, strict=False)) if len(ways[1]) > len(ways[0])
+        }
+        full = again(lambda draw: draw in longer) if longer else base
+        turns = [frozenset(range(start, len(full.draws), 2)) for start in (0, 1)]
+        others = [(turn, again(lambda draw, turn=turn: draw in longer ^ turn)) for turn in turns if turn]
+        return _Merge(full, longer).merged(others)
+    except (_DiffersError, UnrecordableError):
+        return None
+
+
+def is_drawn(value: Any) -> bool:
+    """Whether a value is a tensor computed from random numbers, and from no inputs, parameters or buffers."""
+    if not isinstance(value, Step) or value.reason or value.op not in ("call_function", "call_method"):
+        return False
+    data = [part for part in all_values((value.args, value.kwargs)) if is_data(part) and not _asks_kind(part)]
+    return (value.random or bool(data)) and all(map(is_drawn, data))
+
+
+def _asks_kind(value: Any) -> bool:
+    """Whether a value is the device or the dtype of a tensor."""
+    return isinstance(value, Expr) and value.call is getattr and value.args[1] in ("device", "dtype")
+
+
+def chooses_alike(alignment: Alignment) -> bool:
+    """Whether what training may skip is made in eval mode by the same steps."""
+    shared = {pair.in_train for pair in alignment.pairs if pair.only is None}
+    return all(step.args[2] in shared for step in alignment.in_train.steps if step.target is kept_unless)
+
+
+class _DiffersError(Exception):
+    """Raised where two recordings differ by more than steps that are left out."""
+
+
+@dataclass
+class _Region:
+    """The steps that one branch may leave out, and the choices of what goes on, by the steps that make it."""
+
+    steps: list[Step]
+    choices: dict[Step, Step] = field(default_factory=dict[Step, Step])
+
+
+class _Merge:
+    """The full recording, compared with others that leave steps out.
+
+    Args:
+        full: the recording with all steps; its steps are changed.
+        taken: the branches at which it answers True.
+    """
+
+    def __init__(self, full: Recording, taken: Container[int]) -> None:
+        self.full = full
+        self.taken = taken
+        self.regions: dict[int, _Region] = {}
+        self._region_of: dict[Step, int] = {}
+
+    def merged(self, others: Sequence[tuple[frozenset[int], Recording]]) -> Recording:
+        """The full recording with choices, from recordings that take the other way at the given branches."""
+        if any(step.recomputed for step in self.full.steps):
+            raise _DiffersError
+        paired = [(other, self._paired(turn, other)) for turn, other in others]
+        for other, pairs in paired:
+            found = [(step.args, step.kwargs, step.changes) for step in pairs]
+            mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
+            for made, instead in _differences((mine, self.full.output), (found, other.output), pairs):
+                self._choose(made, _translated(instead, pairs))
+        return self._rewritten()
+
+    def _paired(self, turn: frozenset[int], other: Recording) -> dict[Step, Step]:
+        """The steps of the other recording with their counterparts; those without become regions."""
+        mine, theirs = _segments(self.full), _segments(other)
+        if len(mine) != len(theirs):
+            raise _DiffersError
+        pairs: dict[Step, Step] = {}
+        for number, (full, less) in enumerate(zip(mine, theirs, strict=True)):
+            skipped = len(full) - len(less) if number - 1 in turn else 0
+            kept = full[skipped:] if skipped >= 0 else []
+            if [kind_of_step(step) for step in kept] != [kind_of_step(step) for step in less]:
+                raise _DiffersError
+            pairs |= dict(zip(less, kept, strict=True))
+            if skipped:
+                self._add_region(number - 1, full[:skipped])
+        return pairs
+
+    def _add_region(self, number: int, steps: list[Step]) -> None:
+        """Note which steps a branch may leave out, and the checks of what they make."""
+        own = set(steps)
+        start, stop = self.full.steps.index(steps[0]), self.full.steps.index(steps[-1])
+        inside = [
+            step
+            for step in self.full.steps[start : stop + 1]
+            if step in own or (step.target is torch._assert and not own.isdisjoint(_steps_in(step.args)))
+        ]
+        self.regions[number] = _Region(inside)
+        for step in inside:
+            step.skipped = number + 1
+            self._region_of[step] = number
+
+    def _choose(self, made: Any, instead: Any) -> None:
+        """Note that another value goes on where the step that makes one is left out."""
+        number = self._region_of.get(made) if isinstance(made, Step) else None
+        if number is None:
+            raise _DiffersError
+        choices, draw = self.regions[number].choices, self.full.draws[number]
+        if made not in choices:
+            told = (None, instead, made)
+            choices[made] = Step("call_function", kept_unless, told, {}, draw.scope, draw.source)
+            choices[made].skipped = number + 1
+        elif identity(choices[made].args[1]) != identity(instead):
+            raise _DiffersError
+
+    def _rewritten(self) -> Recording:
+        """The full recording in which all that follows a region uses its choices."""
+        steps: list[Step] = []
+        ends = {region.steps[-1]: region for region in self.regions.values()}
+        starts = {region.steps[0]: number for number, region in self.regions.items()}
+        flags: dict[int, Value] = {}
+        for step in self.full.steps:
+            if step in starts:
+                number = starts[step]
+                flags[number] = self._flag(number, steps)
+            self._use_choices(step, self._region_of.get(step))
+            steps.append(step)
+            if step in ends:
+                for choice in ends[step].choices.values():
+                    number = choice.skipped - 1
+                    choice.args = (flags[number], *choice.args[1:])
+                    self._use_choices(choice, number)
+                    steps.append(choice)
+        output = self._replaced(self.full.output, None)
+        if any(step in self._region_of for step in _steps_in(output)):
+            raise _DiffersError
+        # What a run gives whose branches were chosen is not what the model gives.
+        return replace(self.full, steps=tuple(steps), output=output, outcome=None)
+
+    def _flag(self, number: int, steps: list[Step]) -> Value:
+        """What is true if the steps of a region are left out; added to ``steps`` if it is a step."""
+        draw = self.full.draws[number]
+        if number not in self.taken:
+            return draw.value
+        flag = Step("call_function", torch.logical_not, (draw.value,), {}, draw.scope, draw.source)
+        steps.append(flag)
+        return flag
+
+    def _use_choices(self, step: Step, own: int | None) -> None:
+        """Let a step use the choices of all regions but its own."""
+        step.args = self._replaced(step.args, own)
+        step.kwargs = self._replaced(step.kwargs, own)
+        step.changes = self._replaced(step.changes, own)
+        if any(self._region_of.get(source, own) != own for source in _steps_in((step.args, step.kwargs))):
+            raise _DiffersError
+
+    def _replaced(self, tree: Any, own: int | None) -> Any:
+        """Arguments in which choices stand for what they choose."""
+        if isinstance(tree, Step):
+            number = self._region_of.get(tree)
+            return tree if number in (None, own) else self.regions[number].choices.get(tree, tree)
+        return _mapped(lambda part: self._replaced(part, own), tree)
+
+
+def _segments(recording: Recording) -> list[list[Step]]:
+    """The steps before the first branch, and those behind each; without checks, which are made once each."""
+    places = [0, *(draw.place for draw in recording.draws), len(recording.steps)]
+    return [
+        [step for step in recording.steps[start:stop] if step.target is not torch._assert]
+        for start, stop in zip(places, places[1:], strict=False)
+    ]
+
+
+def _differences(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> Iterator[tuple[Any, Any]]:
+    """The innermost parts in which arguments differ from those of another recording."""
+    if isinstance(mine, Expr) and isinstance(theirs, Expr) and mine.call == theirs.call:
+        mine, theirs = (mine.args, mine.kwargs), (theirs.args, theirs.kwargs)
+    if isinstance(mine, slice) and isinstance(theirs, slice):
+        mine, theirs = (mine.start, mine.stop, mine.step), (theirs.start, theirs.stop, theirs.step)
+    if isinstance(mine, dict) and isinstance(theirs, dict) and list(mine) == list(theirs):
+        mine, theirs = list(mine.values()), list(theirs.values())
+    if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list) and len(mine) == len(theirs):
+        for one, other in zip(mine, theirs, strict=True):
+            yield from _differences(one, other, pairs)
+    elif not _agree(mine, theirs, pairs):
+        yield mine, theirs
+
+
+def _agree(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> bool:
+    """Whether a value of another recording is the counterpart of one of the full recording."""
+    if isinstance(theirs, Step):
+        return pairs.get(theirs) is mine
+    if isinstance(mine, Constant) and isinstance(theirs, Constant):
+        one, other = mine.tensor, theirs.tensor
+        return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+    return mine is theirs or bool(mine == theirs)
+
+
+def _translated(value: Any, pairs: Mapping[Step, Step]) -> Any:
+    """A value of another recording, made of the steps of the full one."""
+    if isinstance(value, Step):
+        if value not in pairs:
+            raise _DiffersError
+        return pairs[value]
+    return _mapped(lambda part: _translated(part, pairs), value)
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A structure or an expression with each part changed; anything else as it is."""
+    if isinstance(tree, Expr):
+        return Expr(tree.call, tuple(map(change, tree.args)), {k: change(v) for k, v in tree.kwargs.items()})
+    if isinstance(tree, slice):
+        return slice(change(tree.start), change(tree.stop), change(tree.step))
+    if isinstance(tree, dict):
+        return {key: change(part) for key, part in tree.items()}
+    return type(tree)(map(change, tree)) if type(tree) in (tuple, list) else tree
+
+
+def _steps_in(tree: Any) -> set[Step]:
+    """The steps whose results a structure contains, or computes with."""
+    found = set[Step]()
+    for value in all_values(tree):
+        if isinstance(value, Step):
+            found.add(value)
+        elif isinstance(value, Expr):
+            found |= _steps_in((value.args, value.kwargs))
+    return found

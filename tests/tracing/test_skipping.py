@@ -1,0 +1,218 @@
+"""Layers that a model skips at random while it trains."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+import pdp_fx
+from pdp_fx import Channels, PruneSpec, Schedule, Unstructured
+from pdp_fx.spec import Rule
+from pdp_fx.tracing.skipping import kept_unless
+from pdp_fx.tracing.structure import tensors
+from tests.nets import at_once, difference, pruned
+from tests.tracing.checks import exact, opaque
+from tests.training.nets import RULES
+
+SEEDS = range(12)
+
+
+class Layer(nn.Module):
+    """A layer that draws random numbers itself and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 16), nn.Linear(16, 4)
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.drop(self.narrow(self.wide(x).relu())))
+
+
+class Skips(nn.Module):
+    """Skips layers in the way that `step` has it; if `step` is a name, that method."""
+
+    def __init__(self, step: str, layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.step = getattr(self, step)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        seen = [x]
+        for place, layer in enumerate(self.layers):
+            x = self.step(layer, x, place)
+            seen.append(x)
+        return (self.head(x), seen) if self.step == self.listed else self.head(x)
+
+    def dropped(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and torch.rand([]) < 0.4:
+            return x
+        return layer(x)
+
+    def survives(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return layer(x) if not self.training or torch.rand(1, device=x.device) < 0.6 else x
+
+    def rarer_with_depth(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        skipped = False
+        if self.training:
+            skipped = torch.bernoulli(torch.tensor(0.2 * (place + 1))).bool()
+        if not skipped:
+            x = layer(x)
+        return x * 2 if skipped else x * 2
+
+    def in_place(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if not (self.training and torch.rand(2)[1] < 0.4):
+            x = layer(x)
+            x *= 2
+        return x.add_(1)
+
+    def without_a_module(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and torch.rand([]) < 0.4:
+            return x
+        y = torch.relu(x) if x.shape[1] > 2 else x
+        return y.flip(0) + x.shape[1]
+
+    def listed(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return self.dropped(layer, x, place)
+
+    def either(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and torch.rand([]) < 0.4:
+            return x.tanh()
+        return layer(x)
+
+    def twice(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if not self.training or torch.rand([]) > 0.4:
+            x = layer(x)
+        return x if self.training and torch.rand([]) < 0.4 else x.tanh()
+
+    def inside_another(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and torch.rand([]) < 0.4:
+            return x
+        return x if self.training and torch.rand([]) < 0.4 else layer(x)
+
+    def by_data(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return x if self.training and torch.rand([]) < x.mean() else layer(x)
+
+    def by_a_weight(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return x if self.training and torch.rand([]) < self.stem.bias[0] else layer(x)
+
+    def recomputed(self, layer: nn.Module, x: Tensor, place: int) -> Any:
+        if self.training and torch.rand([]) < 0.4:
+            return x
+        return checkpoint(layer, x, use_reentrant=False)
+
+    def always_one(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and torch.rand([]) < 0.4:
+            return x
+        return self.layers[0](x)
+
+
+FOLLOWED = ("dropped", "survives", "rarer_with_depth", "in_place", "without_a_module", "listed", "twice")
+KEPT_WHOLE = ("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one")
+
+
+def run(model: nn.Module, x: Tensor, seed: int) -> dict[str, Tensor | None]:
+    """The outputs in training, the next random number, the gradients and the running statistics."""
+    model.train().zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    outputs = list(tensors(model(x)))
+    sum((output.square().sum() for output in outputs), torch.zeros(())).backward()
+    found: dict[str, Tensor | None] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    found |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return found | {"next": torch.rand(1)}
+
+
+def assert_alike(gm: nn.Module, model: nn.Module, x: Tensor) -> None:
+    """Both models act the same in training, for all seeds."""
+    state = copy.deepcopy(model.state_dict())
+    for seed in SEEDS:
+        wanted = run(model, x, seed)
+        model.load_state_dict(state)
+        got = run(gm, x, seed)
+        model.load_state_dict(state)
+        for name, one in wanted.items():
+            other = got[name]
+            # A mask over channels that several layers share gives all of them a gradient, which may be 0.
+            one, other = (torch.zeros(()) if each is None else each for each in (one, other))
+            assert torch.equal(one, other) or not (one.any() or other.any()), name
+
+
+def choices(gm: fx.GraphModule) -> int:
+    return sum(node.target is kept_unless for node in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("step", FOLLOWED)
+def test_a_graph_skips_what_the_model_skips(step: str, layers: int) -> None:
+    x, model = torch.randn(3, 4), Skips(step, layers)
+    gm = exact(model, x, torch.randn(5, 4))
+    assert choices(gm) == layers * (1 + (step == "twice"))
+    assert not opaque(gm)
+    assert_alike(gm, model, x)
+    for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        torch.manual_seed(3)
+        wanted = list(tensors(gm(x)))
+        torch.manual_seed(3)
+        assert all(map(torch.equal, tensors(other(x)), wanted))
+
+
+@pytest.mark.parametrize("step", KEPT_WHOLE)
+def test_other_branches_on_random_numbers_are_kept_whole(step: str) -> None:
+    x = torch.randn(3, 4)
+    model = nn.Sequential(Skips(step))
+    gm = exact(model, x)
+    assert not choices(gm)
+    assert "branches on the numbers in a tensor" in opaque(gm)["0"]
+
+
+@pytest.mark.parametrize("rule", [*RULES.values(), Channels(ratio=0.5, through_norms=True)])
+def test_a_model_that_skips_is_pruned_and_trains(rule: Rule) -> None:
+    x = torch.randn(6, 4)
+    model = Skips("dropped")
+    prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=Schedule(0, 0.5)), x)
+    assert_alike(prepared, model, x)
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+    for seed in SEEDS:
+        optimizer.zero_grad()
+        run(prepared, x, seed)
+        optimizer.step()
+        pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    assert torch.allclose(converted(x), prepared(x), atol=1e-5)
+    assert all("rand" not in node.name for node in converted.graph.nodes)
+
+
+def test_channels_of_skipped_layers_go() -> None:
+    model, x = Skips("dropped").double(), torch.randn(6, 4, dtype=torch.float64)
+    prepared = pruned(model, at_once(Channels(ratio=0.5, through_norms=True)), x).eval()
+    converted = pdp_fx.convert(prepared)
+    assert difference(prepared, converted, x) < 1e-12
+    assert sum(converted.get_parameter(f"layers.{place}.wide.weight").shape[0] for place in range(3)) == 24
+    assert converted.get_parameter("layers.2.narrow.weight").shape[0] == 2
+
+
+def test_a_skipped_layer_is_not_computed_and_gets_no_gradient() -> None:
+    x = torch.randn(6, 4)
+    prepared = pdp_fx.prepare(Skips("dropped"), PruneSpec(Unstructured(0.5)), x).train()
+    skipped = 0
+    for seed in SEEDS:
+        prepared.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        prepared(x).sum().backward()
+        gone = [prepared.get_parameter(f"layers.{place}.wide.weight").grad is None for place in range(3)]
+        skipped += sum(gone)
+    assert 0 < skipped < 3 * len(SEEDS)
+
+
+def test_the_code_shows_what_may_be_skipped() -> None:
+    gm = exact(Skips("dropped", 1), torch.randn(3, 4))
+    assert "if not when_lt:" in gm.code
+    assert "kept_unless" in gm.code
