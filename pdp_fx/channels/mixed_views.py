@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, takewhile
 from typing import Any
 
 from torch import Tensor, fx
@@ -26,11 +26,12 @@ Atoms = frozenset[int]
 """Pieces of axes that are whole in a tensor and in its view, by the number of elements behind each piece."""
 
 
-def mixed_axes(given: tuple[Any, ...], value: Labelled, record: Record) -> frozenset[int]:
+def mixed_axes(given: tuple[Any, ...], source: fx.Node, value: Labelled, record: Record) -> frozenset[int]:
     """The axes of a tensor whose channels a view lays out along axes that other sizes decide.
 
     Args:
         given: the sizes that the view is given, one for each axis of its result: numbers, nodes, one -1.
+        source: the node that the tensor comes from.
         value: the tensor.
         record: what is known of the nodes before the view.
     """
@@ -43,7 +44,8 @@ def mixed_axes(given: tuple[Any, ...], value: Labelled, record: Record) -> froze
     aligned = all(outer % inner == 0 for inner, outer in pairwise(cuts))
     cuts = cuts if aligned else _cuts(sizes)
     spread = [_changes(layer.ids.expand(shape), cuts) for layer in layers]
-    view = _View(given, sizes, shape, cuts, aligned, frozenset[int]().union(*spread), record)
+    labelled = frozenset[int]().union(*spread)
+    view = _View(given, sizes, shape, cuts, aligned, labelled, _kept(given, source, len(shape)), record)
     mixed = [atoms for atoms in map(view.atoms, view.following) if not aligned or atoms <= view.labelled]
     found = [
         layer.support for layer, along in zip(layers, spread, strict=True) if any(a & along for a in mixed)
@@ -62,6 +64,7 @@ class _View:
         cuts: the number of elements behind each atom, the innermost atom first, and of all elements.
         aligned: whether the atoms are whole in the tensor; if not, they are only in its view.
         labelled: the atoms along which channels change.
+        kept: the axes that are those of the tensor, whatever their sizes.
         record: what is known of the nodes before the view.
     """
 
@@ -71,6 +74,7 @@ class _View:
     cuts: list[int]
     aligned: bool
     labelled: Atoms
+    kept: frozenset[int]
     record: Record
 
     def atoms(self, axis: int) -> Atoms:
@@ -84,7 +88,8 @@ class _View:
 
         If only that of an axis of one index makes them differ, their channels are those of one batch.
         """
-        return [axis for axis in range(len(self.given)) if self._follows(axis) and not self._grows(axis)]
+        axes = (axis for axis in range(len(self.given)) if axis not in self.kept)
+        return [axis for axis in axes if self._follows(axis) and not self._grows(axis)]
 
     def _grows(self, axis: int) -> bool:
         return _grown(self.given[axis], self.record) > self.sizes[axis]
@@ -109,6 +114,18 @@ class _View:
         if part <= self.labelled or part & self.labelled <= self.atoms(axis):
             return False
         return not self.aligned or not any(map(self._is_varying, others))
+
+
+def _kept(given: tuple[Any, ...], source: fx.Node, rank: int) -> frozenset[int]:
+    """The first and the last axes of a view that are given the sizes of the first and the last of its input."""
+
+    def is_size_of(size: Any, axis: int) -> bool:
+        asked = size.args[1:] if isinstance(size, fx.Node) and size.target == "size" else ()
+        return len(asked) == 1 and size.args[0] is source and asked[0] in (axis, axis - rank)
+
+    first = takewhile(lambda axis: is_size_of(given[axis], axis), range(min(len(given), rank)))
+    back = takewhile(lambda i: is_size_of(given[-i], rank - i), range(1, min(len(given), rank) + 1))
+    return frozenset(first) | {len(given) - i for i in back}
 
 
 def _laid_out(given: tuple[Any, ...], shape: Shape, record: Record) -> tuple[Shape, Shape] | None:

@@ -77,7 +77,7 @@ def _view_varies(node: fx.Node, record: Record) -> frozenset[int]:
     _, _, given = _sizes_given(node, 1, SHAPE)
     if len(values) != 1 or not isinstance(given, (tuple, list)):
         return frozenset()
-    return mixed_axes(tuple(given), values[0], record)
+    return mixed_axes(tuple(given), source, values[0], record)
 
 
 def _filled_sizes(node: fx.Node, job: Job) -> None:
@@ -110,7 +110,7 @@ def _unflatten_varies(node: fx.Node, record: Record) -> frozenset[int]:
         return frozenset()
     shape = values[0].shape
     place = axis % len(shape)
-    return mixed_axes((*shape[:place], *sizes, *shape[place + 1 :]), values[0], record)
+    return mixed_axes((*shape[:place], *sizes, *shape[place + 1 :]), source, values[0], record)
 
 
 def _unflatten_module(node: fx.Node, job: Job) -> None:

@@ -45,6 +45,18 @@ class QkvFreeSize(QkvHardCoded):
         return x + self.out((weight @ v).transpose(1, 2).flatten(2))
 
 
+class RowsOfHeads(QkvHardCoded):
+    """The output layer reads rows, viewed with the size that heads have together, as in GPT-2's Conv1D."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        weight = (q @ k.transpose(-2, -1) * 0.4).softmax(-1)
+        heads = (weight @ v).transpose(1, 2).flatten(2)
+        rows = torch.addmm(self.out.bias, heads.view(-1, heads.size(-1)), self.out.weight.T)
+        return x + rows.view(*heads.shape[:-1], -1)
+
+
 class DefaultScale(QkvHardCoded):
     """The fused function divides by the root of the size that it finds."""
 
@@ -555,6 +567,7 @@ ATTENTION = (
     Construct(QkvHardCoded, sequences(), removed=HEAD_PRUNING),
     Construct(QkvFreeHeads, sequences(), removed=HEAD_PRUNING),
     Construct(QkvFreeSize, sequences(), removed=HEAD_PRUNING),
+    Construct(RowsOfHeads, sequences(), removed=HEAD_PRUNING),
     Construct(DefaultScale, sequences(), removed=HEAD_PRUNING),
     Construct(FusedInWindows, sequences(length=6), removed=HEAD_PRUNING),
     Construct(SingleHeadScaled, sequences(), removed=12),
