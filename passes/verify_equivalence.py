@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,13 +40,13 @@ class Reference:
         outputs: all outputs that are tensors or numbers.
         tolerance: the largest difference allowed, relative to the scale of the output.
         labels: whether outputs of whole numbers, such as predicted labels, must be equal.
-        other: inputs of another batch size and the outputs on them, or None.
+        others: inputs of other sizes, how they differ from the example, and the outputs on them.
     """
 
     outputs: tuple[Tensor, ...]
     tolerance: float
     labels: bool = True
-    other: tuple[Inputs, tuple[Tensor, ...]] | None = None
+    others: tuple[tuple[str, Inputs, tuple[Tensor, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Verified:
 
     Attributes:
         difference: that on the example inputs.
-        elsewhere: that on the inputs of another batch size; 0 if there are none.
+        elsewhere: those on inputs of other sizes, by how these differ.
     """
 
     difference: float
-    elsewhere: float = 0.0
+    elsewhere: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class VerifyEquivalence(Pass):
         verified, reference = ctx.find(Verified), ctx.find(Reference)
         if verified is None or reference is None:
             return
-        places = ((verified.difference, ""), (verified.elsewhere, " on a batch of another size"))
-        for difference, place in places:
+        places = {"": verified.difference, **{f" {place}": d for place, d in verified.elsewhere.items()}}
+        for place, difference in places.items():
             if not difference <= reference.tolerance:
                 raise VerifyError(
                     f"the converted model differs from the prepared one by {difference:.2e} of the output's "
@@ -92,20 +93,15 @@ class VerifyEquivalence(Pass):
                 )
 
 
-def _elsewhere(gm: fx.GraphModule, reference: Reference) -> float:
-    """The relative difference on inputs of another batch size; 0, with a warning, if ``gm`` refuses them."""
-    if reference.other is None:
-        return 0.0
-    inputs, wanted = reference.other
-    try:
-        return relative_difference(eval_outputs(gm, inputs), wanted, reference.labels)
-    except Exception as err:  # noqa: BLE001 it holds for the inputs that the user has given
-        logger.warning(
-            "the converted model takes batches of the example's size only: on one of another size, which the "
-            "prepared model takes, it fails: %s",
-            err,
-        )
-        return 0.0
+def _elsewhere(gm: fx.GraphModule, reference: Reference) -> dict[str, float]:
+    """The relative differences on inputs of other sizes; a warning says which of them ``gm`` refuses."""
+    found: dict[str, float] = {}
+    for place, inputs, wanted in reference.others:
+        try:
+            found[place] = relative_difference(eval_outputs(gm, inputs), wanted, reference.labels)
+        except Exception as err:  # noqa: BLE001 it holds for the inputs that the user has given
+            logger.warning("the converted model fails %s, which the prepared model takes: %s", place, err)
+    return found
 
 
 def eval_outputs(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:

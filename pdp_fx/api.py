@@ -160,8 +160,9 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     Returns:
         a plain `torch.fx.GraphModule` of plain torch modules, in eval mode. Its outputs equal those of the
         prepared model in eval mode: in float32 within 1e-5 of the output's scale or, if rounding alone
-        exceeds that, in float64 within 1e-9. This is checked on the example inputs and, where these do not
-        show what views do to a batch, on a batch of another size; if the result fails there, that is logged.
+        exceeds that, in float64 within 1e-9. This is checked on the example inputs and, where sizes say how
+        channels are laid out, chosen or computed with, on inputs of other sizes; if the result fails there,
+        that is logged.
 
     Raises:
         SpecError: ``on_pass`` cannot be called.

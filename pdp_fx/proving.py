@@ -10,11 +10,13 @@ import copy
 import logging
 import sys
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from pdp_fx.channels.elsewhere import widths_of
 from pdp_fx.compiler import Context, OnPass
 from pdp_fx.errors import PdpError, StateError, VerifyError
 from pdp_fx.example_inputs import matching
@@ -96,8 +98,8 @@ def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphMod
     except VerifyError:
         pruner = cast(Pruner, gm.get_submodule(CHILD))
         inputs = matching(cast(Inputs, pruner.example_inputs), gm)
-        other = _elsewhere(gm, pruner, inputs)
-        allowed = allowed_for(max(rounding_effect(gm, call) for call in (inputs, *(other or ())[:1])))
+        calls = (inputs, *(other for _, other, _ in _elsewhere(gm, pruner, inputs)))
+        allowed = allowed_for(max(rounding_effect(gm, call) for call in calls))
         if allowed == TOLERANCE[torch.float64]:
             raise
     return _converted(_copy(gm), allowed, on_pass)
@@ -192,7 +194,7 @@ def _converted(
         gm: a copy of the prepared model.
         tolerance: the difference allowed, relative to the scale of the output.
         on_pass: as in `pdp_fx.convert`.
-        labels: as in `Reference`; if labels may differ, nothing is compared on another batch.
+        labels: as in `Reference`; if labels may differ, nothing is compared at other sizes.
     """
     pruner = gm.get_submodule(CHILD)
     if not isinstance(pruner, Pruner):
@@ -215,22 +217,33 @@ def _converted(
             tolerance = tolerance if precision.double else rounding
         else:
             outputs = eval_outputs(gm, inputs)
-        ctx.put(Reference(outputs, tolerance, labels, _elsewhere(gm, pruner, inputs) if labels else None))
+        ctx.put(Reference(outputs, tolerance, labels, _elsewhere(gm, pruner, inputs) if labels else ()))
     CONVERT.run(gm, ctx, on_pass)
     return plain(gm)
 
 
 def _elsewhere(
     gm: fx.GraphModule, pruner: Pruner, inputs: Inputs
-) -> tuple[Inputs, tuple[Tensor, ...]] | None:
-    """Inputs of another batch size and the outputs on them, if a view may lay channels out otherwise there.
+) -> tuple[tuple[str, Inputs, tuple[Tensor, ...]], ...]:
+    """Inputs of other sizes and the outputs on them, if what is done to channels may be something else there.
 
-    The labels of channels tell what such views do at other sizes; this is the proof.
+    The labels of channels tell what the graph does at other sizes; this is the proof.
     """
-    if pruner.channels is None or not pruner.channels.by_batch:
-        return None
-    for call in ExampleCall(*inputs).others():
-        other = call.args, dict(call.kwargs)
+    if pruner.channels is None or not pruner.channels.by_sizes:
+        return ()
+    example, widths = ExampleCall(*inputs), widths_of(pruner.channels.shapes)
+    found = (
+        ("on a batch of another size", _taken(gm, example.others())),
+        ("on inputs of other sizes", _taken(gm, example.apart(single=False))),
+        ("on inputs of sizes without common factors", _taken(gm, example.unlike(widths))),
+    )
+    return tuple((place, *taken) for place, taken in found if taken is not None)
+
+
+def _taken(gm: fx.GraphModule, calls: Iterable[ExampleCall]) -> tuple[Inputs, tuple[Tensor, ...]] | None:
+    """The first of these calls that the model takes, and its outputs; None if it takes none."""
+    for call in calls:
+        inputs = call.args, dict(call.kwargs)
         with contextlib.suppress(Exception):
-            return other, eval_outputs(gm, other)
+            return inputs, eval_outputs(gm, inputs)
     return None

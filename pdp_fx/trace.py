@@ -154,6 +154,8 @@ def _for_other_batches(
     then one that is traced on another batch size.
     """
     if not findings.sizes.compared and _acts_alike(gm, model, example, findings):
+        if any("decides" in node.meta for node in gm.graph.nodes):
+            _waive_on_one(gm, model, example)
         return gm
     given = ((other, given_by(model, other)) for other in example.others())
     taken = next(((other, wanted) for other, wanted in given if wanted is not None), None)

@@ -238,7 +238,7 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         met=met,
         stays=distinct(concatenated(kept for kept, _ in stays)),
         grouped=record.grouped,
-        masked=frozenset(origins(*record.demands)),
+        masked=record.masked | frozenset(origins(*record.demands)),
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),
         shapes=record.shapes,
@@ -249,7 +249,7 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         batch=batch,
         classes=classes,
         stand_ins=record.stand_ins,
-        by_batch=record.by_batch,
+        by_sizes=record.by_sizes,
         alone=alone,
     )
 

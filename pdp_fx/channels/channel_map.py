@@ -69,7 +69,7 @@ class ChannelMap:
         batch: the size of the first axis of the first input tensor.
         classes: the class of every label.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
-        by_batch: whether a view lays channels out so that it may be another in a batch of another size.
+        by_sizes: whether what is done to channels may be something else on inputs of other sizes.
         alone: whether an axis of the example has one index, so that one of channels may hold another, too.
     """
 
@@ -91,7 +91,7 @@ class ChannelMap:
     batch: int
     classes: np.ndarray
     stand_ins: dict[str, StandIn]
-    by_batch: bool
+    by_sizes: bool
     alone: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:

@@ -9,7 +9,9 @@ at sizes that are all different holds for the example as well.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+import operator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,8 +21,10 @@ import torch
 from torch import fx
 
 from pdp_fx.channels.channel_map import ChannelMap
+from pdp_fx.channels.counts import is_fixed
 from pdp_fx.channels.grouping import concatenated
-from pdp_fx.channels.record import Record
+from pdp_fx.channels.labels import Reason, is_between_others
+from pdp_fx.channels.record import Labelled, Record
 from pdp_fx.channels.rewrites import chooses, sizes_laid_out
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 
@@ -28,6 +32,10 @@ _log = logging.getLogger(__name__)
 
 ELSEWHERE = "on inputs of other sizes"
 """What is added to the reasons why channels stay that do not hold for the example itself."""
+
+
+JOINS = frozenset({"cat", "concat", "concatenate", "hstack"})
+"""Functions that join tensors, which may be parts of one, along an axis."""
 
 
 def heed_other_sizes(
@@ -41,17 +49,66 @@ def heed_other_sizes(
         inputs: the example.
         follow: gives the channel structure for other inputs, or raises an error if the model refuses them.
     """
-    views = list(_views_of_channels(gm, record))
+    merged = _merged(gm, record)
+    views = list(_views_of_channels(gm, record, merged))
     single = _chooses_by_counts(gm, record) or not all(view.keeps_examples_apart for view in views)
-    if not single and not any(view.varies for view in views):
+    varies = any(view.varies for view in views) or _follows_sizes(gm, record)
+    if not single and not varies and not any(chooses(gm, node) for node in merged):
         return
-    record.by_batch = single
-    example, widths = ExampleCall(*inputs), {size for shape in record.shapes.values() for size in shape}
+    record.by_sizes = True
+    example, widths = ExampleCall(*inputs), widths_of(record.shapes)
     larger = any(view.varies and view.of_one_index for view in views)
     for others in (example.unlike(widths), example.apart(single, larger)):
         found = next((each for each in map(partial(_tried, follow), others) if each is not None), None)
         if found is not None:
-            _heed(record, found)
+            _heed(record, found, gm)
+
+
+def widths_of(shapes: Mapping[str, tuple[int, ...]]) -> set[int]:
+    """The sizes of all axes of parameters and buffers."""
+    return {size for shape in shapes.values() for size in shape}
+
+
+def _follows_sizes(gm: fx.GraphModule, record: Record) -> bool:
+    """Whether an operation on channels is told a number that may be another at the next call.
+
+    A number that does nothing on the example, such as 0 to add, may do something elsewhere.
+    """
+    nodes = (node for node in gm.graph.nodes if _reads_channels(node, record))
+    return any(map(record.tells_varying, nodes))
+
+
+def _reads_channels(node: fx.Node, record: Record) -> bool:
+    values = (value for source in node.all_input_nodes for value in record.values_of(source))
+    return any(value.layers for value in values)
+
+
+def _merged(gm: fx.GraphModule, record: Record) -> list[fx.Node]:
+    """The nodes that read channels behind an operation which has put axes together, as a flattening does.
+
+    Where an image has one pixel, or a batch one example, positions along such an axis look like channels.
+    """
+    found = dict[fx.Node, None]()
+    begun = set[fx.Node]()
+    for node in gm.graph.nodes:
+        if not _reads_channels(node, record):
+            continue
+        if any(source in begun for source in node.all_input_nodes):
+            found[node] = None
+            begun.add(node)
+        elif _joins_axes(node, record):
+            begun.add(node)
+    return list(found)
+
+
+def _joins_axes(node: fx.Node, record: Record) -> bool:
+    """Whether a result has the elements of one tensor along fewer axes, be it by joining parts of it."""
+    parts = {_whole(source) for source in node.all_input_nodes}
+    given = [value for part in parts for value in record.values_of(part)[:1]]
+    for value in record.values_of(node) if len(given) == 1 else ():
+        if math.prod(value.shape) == math.prod(given[0].shape) and len(value.shape) < len(given[0].shape):
+            return True
+    return len(parts) == 1 and getattr(node.target, "__name__", "") in JOINS
 
 
 def _tried(follow: Callable[[Inputs], ChannelMap], other: ExampleCall) -> ChannelMap | None:
@@ -73,6 +130,11 @@ def _chooses_by_counts(gm: fx.GraphModule, record: Record) -> bool:
     return any(chooses(gm, node) for node in told)
 
 
+def _whole(part: fx.Node) -> fx.Node:
+    """The node that a node is a part of the result of, or that node itself."""
+    return part.all_input_nodes[0] if part.target is operator.getitem else part
+
+
 @dataclass(frozen=True)
 class _View:
     """A view of channels that need not be the same at other sizes.
@@ -88,7 +150,7 @@ class _View:
     of_one_index: bool
 
 
-def _views_of_channels(gm: fx.GraphModule, record: Record) -> Iterator[_View]:
+def _views_of_channels(gm: fx.GraphModule, record: Record, merged: Container[fx.Node]) -> Iterator[_View]:
     """The views of channels that are given a size of -1 or one that may be another at the next call."""
     given = record.varying | record.free_axes.keys()
     for node in gm.graph.nodes:
@@ -100,6 +162,7 @@ def _views_of_channels(gm: fx.GraphModule, record: Record) -> Iterator[_View]:
             continue
         first, sizes = found
         varies = any(isinstance(size, fx.Node) and size.name in given for size in sizes)
+        varies = varies or (-1 in sizes and node in merged)
         if varies or -1 in sizes:
             single = all(value.shape[:1] == (1,) for value in (*values, *record.values_of(node)))
             # The first axis may be that of the rows of an image of one row, and the batch another.
@@ -123,8 +186,8 @@ def _axis_read(size: Any) -> int | None:
     return axis if isinstance(axis, int) else None
 
 
-def _heed(record: Record, other: ChannelMap) -> None:
-    """Tie what is tied in ``other``, and freeze what stays there."""
+def _heed(record: Record, other: ChannelMap, gm: fx.GraphModule) -> None:
+    """Tie what is tied in ``other``, freeze what stays there, and mask what must be masked there."""
     slots = [slot for slot in record.slots if slot in other.slots]
     ids = concatenated(record.slots[slot].numpy() for slot in slots)
     classes = concatenated(other.slots[slot] for slot in slots)
@@ -136,3 +199,20 @@ def _heed(record: Record, other: ChannelMap) -> None:
         for reason in group.reasons:
             elsewhere = replace(reason, why=f"{reason.why}, {ELSEWHERE}")
             record.elsewhere.append((here[here >= 0], elsewhere))
+    record.masked |= other.masked
+    for node in gm.graph.nodes:
+        source = node.args[0] if chooses(gm, node) else None
+        here, there = record.values_of(source), other.values.get(getattr(source, "name", ""))
+        if here and there:
+            _keep_merged(node, record, here[0], there[0])
+
+
+def _keep_merged(node: fx.Node, record: Record, here: Labelled, there: Labelled) -> None:
+    """Freeze channels that are chosen by positions along an axis which holds more than them elsewhere."""
+    for layer in here.layers:
+        for axis in layer.support:
+            mixed = len(layer.support) == 1 and is_between_others(layer.ids.reshape(-1))
+            if mixed or (is_fixed(here, axis) and not is_fixed(there, axis)):
+                source = str(node.meta.get("source", ""))
+                why = f"positions are told along an axis that holds more than these channels, {ELSEWHERE}"
+                record.elsewhere.append((layer.ids.reshape(-1).numpy(), Reason(node.name, source, why)))

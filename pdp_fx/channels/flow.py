@@ -67,6 +67,7 @@ class LabelFlow(TorchDispatchMode):
         masks_norm: whether this node is a norm that can be given a mask.
         looked: whether this node has read a number out of a tensor.
         drew: whether this node has drawn random numbers.
+        varies: whether this node is told a number that may be another at the next call.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class LabelFlow(TorchDispatchMode):
         self.masks_norm = False
         self.grouped_before: Mapping[tuple[str, str], bool] = {}
         self.looked = False
-        self.drew = False
+        self.drew = self.varies = False
         self._gapped: list[tuple[Tensor, Tensor]] = []
         self._rules = rules
         self._out_of_reach = out_of_reach

@@ -117,7 +117,7 @@ class _View:
 
 
 def _kept(given: tuple[Any, ...], source: fx.Node, rank: int) -> frozenset[int]:
-    """The first and the last axes of a view that are given the sizes of the first and the last of its input."""
+    """The first and last axes of a view that are given the sizes of the first and last of its input."""
 
     def is_size_of(size: Any, axis: int) -> bool:
         asked = size.args[1:] if isinstance(size, fx.Node) and size.target == "size" else ()

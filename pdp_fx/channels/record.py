@@ -174,7 +174,8 @@ class Record:
         free_axes: for every shape that was read, the axes whose sizes may then differ, and its rank.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
         reorders: whether an operation put axes into another order, so that the first need not be the batch.
-        by_batch: whether a view lays channels out so that it may be another in a batch of another size.
+        by_sizes: whether what is done to channels may be something else on inputs of other sizes.
+        masked: parameter axes that must be masked because of inputs of other sizes.
     """
 
     ties: Ties = field(default_factory=Ties)
@@ -201,8 +202,13 @@ class Record:
     )
     stand_ins: dict[str, StandIn] = field(default_factory=dict[str, StandIn])
     reorders: bool = False
-    by_batch: bool = False
+    by_sizes: bool = False
+    masked: frozenset[Slot] = frozenset()
 
     def values_of(self, given: Any) -> tuple[Labelled, ...]:
         """The tensors that a node returned; none if it returned none, or is no node but a number."""
         return self.values.get(given.name, ()) if isinstance(given, fx.Node) else ()
+
+    def tells_varying(self, node: fx.Node) -> bool:
+        """Whether a node is told a number that may be another at the next call."""
+        return any(each.name in self.numbers and each.name in self.varying for each in node.all_input_nodes)

@@ -46,6 +46,13 @@ SIZE_FREE: frozenset[Any] = REPEATS | LIKE_ANOTHER | frozenset({
 })  # fmt: skip
 """Functions and methods whose numeric arguments are never sizes or positions of a channel axis."""
 
+BY_NUMBER: frozenset[Any] = frozenset({
+    functional.group_norm, torch.group_norm, torch.channel_shuffle, torch.pixel_shuffle,
+    torch.pixel_unshuffle, functional.channel_shuffle, functional.pixel_shuffle, functional.pixel_unshuffle,
+    functional.local_response_norm, torch.diagonal, "diagonal", torch.tril, torch.triu, "tril", "triu",
+})  # fmt: skip
+"""Functions and methods whose number says which channels belong together; if it varies, none can go."""
+
 FUNCTIONALS: frozenset[Any] = frozenset(value for value in vars(functional).values() if callable(value))
 
 SIZED_FUNCTIONALS = frozenset(
@@ -66,6 +73,10 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     """Note that ``node`` must be resized, or freeze the channels that it lays out if that is not possible."""
     if node.target in LIKE_ANOTHER:
         _follow_other(node, flow, result)
+    if node.target in BY_NUMBER and flow.record.tells_varying(node):
+        given = [layer for value in flow.record.values_of(node.args[0]) for layer in value.layers]
+        _freeze_told(gm, node, flow, given)
+        _lose_labels(flow, result, [layer.ids for layer in given])
     rewrite = rewrite_of(gm, node)
     if rewrite is not None:
         _keep_varying(gm, node, flow, result, rewrite.varies(node, flow.record))
@@ -219,7 +230,7 @@ def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) 
     leaves = tree_leaves(result)
     if _is_constant_number(node, result):
         flow.record.numbers[node.name] = int(result)
-    if any(isinstance(leaf, Tensor) for leaf in leaves):
+    if any(isinstance(leaf, Tensor) for leaf in leaves) or node.target is operator.setitem:
         for _, axis, ids in () if resized else carried:
             does = "the model returns" if node.op == "output" else f"{_name_of(None, node)} computes with"
             flow.counted(ids, axis, f"{does} how many of these channels there are")

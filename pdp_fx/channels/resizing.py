@@ -48,7 +48,7 @@ class Job:
         new, old = kept.size(axis), kept.value.shape[axis]
         if given in self.stand_ins:
             number = self.stand_ins[given]
-            if self.counts.ratio(number) == Fraction(new, old):
+            if old and self.counts.ratio(number) == Fraction(new, old):
                 return number
             given = self.counts.before(number, self.node)
         if new == old:

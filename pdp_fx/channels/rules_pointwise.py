@@ -25,6 +25,9 @@ aten = torch.ops.aten
 
 BARE_REMEDY = "free what keeps those values, make constants a buffer, or give them a layer of their own"
 
+OTHER_NUMBERS = (-1.0, 0.4, 2.0)
+"""What is tried in the place of numbers that vary: one that may be 0 on the example may be anything."""
+
 BREAKS_REMEDY = "add a small number first"
 
 UNTAGGED = frozenset({
@@ -185,7 +188,7 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
     operands = [operand for operand, _ in cluster]
     flags = [layer.zero.expand(shape) for _, layer in cluster]
     flagged = frozenset(operand for operand, flag in zip(operands, flags, strict=True) if bool(flag.any()))
-    zero, needed = _zero_of(call, operands, flags, flagged)
+    zero, needed = _zero_of(call, operands, flags, flagged, flow.varies)
     if flagged and not bool(zero.all()) and breaks_at_zero(call, flagged):
         why = f"{call.func.overloadpacket.__name__} of 0 is no finite number"
         for _, layer in cluster:
@@ -195,7 +198,7 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
 
 
 def _zero_of(
-    call: Call, operands: list[int], flags: list[Tensor], flagged: frozenset[int]
+    call: Call, operands: list[int], flags: list[Tensor], flagged: frozenset[int], varies: bool
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Where the result is 0 for dropped channels, and the smallest set of operands that suffices for it.
 
@@ -208,7 +211,7 @@ def _zero_of(
     for count in range(1, len(operands) + 1):
         for chosen in combinations(range(len(operands)), count):
             zeros = frozenset(operands[index] for index in chosen)
-            if not vanishes(call, zeros) or not vanishes(call, zeros | flagged):
+            if not vanishes(call, zeros, varies) or not vanishes(call, zeros | flagged, varies):
                 continue
             here = torch.stack([flags[index] for index in chosen]).all(dim=0)
             zero = zero | here
@@ -229,11 +232,28 @@ def breaks_at_zero(call: Call, zeros: frozenset[int]) -> bool:
     return False
 
 
-def vanishes(call: Call, zeros: frozenset[int]) -> bool:
-    """Whether the operation gives 0 when these operands (by number) are 0, whatever the others are."""
+def vanishes(call: Call, zeros: frozenset[int], varies: bool = False) -> bool:
+    """Whether the operation gives 0 when these operands (by number) are 0, whatever the others are.
+
+    Args:
+        call: the operation.
+        zeros: the operands.
+        varies: whether numbers among its arguments may be others at the next call.
+    """
     with contextlib.suppress(RuntimeError, TypeError, ValueError):
-        return bool((_probed(call, zeros, -2.9, 3.1) == 0).all())
+        calls = [call, *(_with_numbers(call, number) for number in OTHER_NUMBERS if varies)]
+        return all(bool((_probed(each, zeros, -2.9, 3.1) == 0).all()) for each in calls)
     return False
+
+
+def _with_numbers(call: Call, number: float) -> Call:
+    """The call with another number in the place of each number among its arguments."""
+
+    def changed(leaf: Any) -> Any:
+        return type(leaf)(number) if type(leaf) in (int, float) else leaf
+
+    args, kwargs = tree_map(changed, (call.args, call.kwargs))
+    return Call(call.func, args, kwargs, call.result)
 
 
 def _probed(call: Call, zeros: frozenset[int], least: float, most: float = 0.9) -> Tensor:

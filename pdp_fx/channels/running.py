@@ -40,6 +40,7 @@ class _FlowInterpreter(fx.Interpreter):
         self.flow.source = str(n.meta.get("source", ""))
         self.flow.sized = []
         self.flow.looked = self.flow.drew = False
+        self.flow.varies = self.flow.record.tells_varying(n)
         self.flow.masks_norm = self.can_mask(n)
         result = self.run_followed(n)
         if self.flow.looked and n.meta.get("opaque") == DIFFERS_BY_MODE:

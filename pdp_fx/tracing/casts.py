@@ -129,6 +129,8 @@ def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]
         if len(args) == 1 and isinstance(args[0], Iterable) and not isinstance(args[0], torch.Tensor):
             sequence = tuple(args[0])
             args = (sequence,)
+        if "key" in kwargs and session.open:
+            note_fixed([kwargs["key"](item) for item in (args if sequence is None else sequence)], session)
         leaves = tree_leaves((args, kwargs))
         if not session.open or not any(isinstance(leaf, Live) for leaf in leaves):
             return function(*args, **kwargs)

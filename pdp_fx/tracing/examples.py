@@ -1,9 +1,10 @@
 """Example inputs as a call, and variations of that call: other batch sizes, other sizes, other numbers."""
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
+from functools import reduce
+from itertools import chain, combinations, count, islice
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 TRIALS = 6
 """How many calls with other numbers are made of one."""
 
+
+MOST_TOGETHER = 3
+"""How many sizes of a call are changed at once."""
 
 SMALL = 64
 """The largest size that is doubled and trebled, too."""
@@ -126,7 +130,10 @@ class ExampleCall:
         """
         sizes = self.sizes()
         for call, plain in self._longer():
-            for size in sorted(sizes - {1}, reverse=True):
+            for size, *more in _together(sizes):
+                if more:
+                    yield reduce(ExampleCall._spread_apart, more, call._spread_apart(size))
+                    continue
                 one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
                 yield call._spread(size, another, one)
                 yield call._spread(size, one, one)
@@ -135,31 +142,41 @@ class ExampleCall:
             if not plain or self.batch > 1 or single:
                 yield call
 
-    def unlike(self, numbers: Iterable[int]) -> "Iterator[ExampleCall]":
+    def unlike(self, numbers: Collection[int]) -> "Iterator[ExampleCall]":
         """Calls with another batch size and two sizes that share no factor with each other or with numbers.
 
         Of sizes that share factors, such as 12 channels and 8 pixels, a view may mix fewer than it can.
         """
         taken = {self.batch, *self.sizes(), *numbers} - {0}
         free = (prime for prime in _primes() if all(number % prime for number in taken))
-        one, another = next(free), next(free)
-        for call, plain in self._longer():
-            for size in sorted(self.sizes() - {1}, reverse=True):
-                yield call._spread(size, another, one)
+        rows, *others = islice(free, 1 + 2 * len(self.sizes()))
+        for call, plain in self._longer(rows):
+            for sizes in _together(self.sizes()):
+                pairs = zip(sizes, others[::2], others[1::2], strict=False)
+                yield reduce(lambda made, pair: made._spread(pair[0], pair[2], pair[1]), pairs, call)
             if not plain:
                 yield call
 
-    def _longer(self) -> "Iterator[tuple[ExampleCall, bool]]":
-        """Calls with another batch size, one with longer axes of one index first; with each, whether not."""
+    def _longer(self, rows: int = 0) -> "Iterator[tuple[ExampleCall, bool]]":
+        """Calls with another batch size, one with longer axes of one index first; with each, whether not.
+
+        Args:
+            rows: the batch size; 0 stands for the smallest that is the size of nothing yet.
+        """
         if not self.batch or self.has_places_elsewhere:
             return
         sizes = self.sizes()
-        rows = next(size for size in count(2) if size != self.batch and size not in sizes)
+        rows = rows or next(size for size in count(2) if size != self.batch and size not in sizes)
         many = self._changed(lambda leaf: torch.cat([leaf] * -(-rows // self.batch))[:rows])
         if 1 in sizes:
             one, another = _two_others(1, {rows, *sizes})
             yield many._spread(1, another, one), False
         yield many, True
+
+    def _spread_apart(self, size: int) -> "ExampleCall":
+        """A call in which axes of one size have two others that nothing has."""
+        one, another = _two_others(size, {1, self.batch, *self.sizes()})
+        return self._spread(size, another, one)
 
     def _spread(self, size: int, other: int, width: int) -> "ExampleCall":
         """A call in which axes of one size have another one: the last axis ``width``."""
@@ -207,6 +224,13 @@ def _as_long(leaf: torch.Tensor, axis: int, length: int) -> torch.Tensor:
     """A tensor with another length along an axis: cut off at its end, or repeated."""
     whole = torch.cat([leaf.detach()] * -(-length // leaf.shape[axis]), axis)
     return whole.narrow(axis, 0, length).clone().requires_grad_(leaf.requires_grad)
+
+
+def _together(sizes: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Which sizes to change together: as many as possible first, and the largest first."""
+    largest = sorted(set(sizes) - {1}, reverse=True)
+    for together in range(min(len(largest), MOST_TOGETHER), 0, -1):
+        yield from combinations(largest, together)
 
 
 def _two_others(size: int, used: Container[int]) -> tuple[int, int]:

@@ -45,9 +45,21 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     if functions.only_looks(name, len(args)):
         return recorder.run(function, args, kwargs)
     result = recorder.function(function, args, kwargs)
+    if name == "squeeze" and len(args) + len(kwargs) == 1:
+        _hold_rank(recorder, result)
     if name in ("split", "unbind", "chunk"):
         _check_parts(recorder, (*args[1:], *kwargs.values()) if name == "split" else (), result)
     return result
+
+
+def _hold_rank(recorder: Recorder, squeezed: torch.Tensor) -> None:
+    """Add a check of how many axes are left: a batch of one loses the first, and code may go by that.
+
+    If the graph turns out to do what the model does there, the check goes.
+    """
+    recorder.findings.sizes.read = True
+    rank = recorder.run(torch.Tensor.dim, (squeezed,), {})
+    recorder.decided(Expr(operator.eq, (Expr("dim", (recorder.origins.value(squeezed),)), rank)))
 
 
 def counted(recorder: Recorder, number: Any) -> None:

@@ -18,7 +18,8 @@ def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
     A size may have become a plain number unseen, as in ``0.5 * x.shape[1]``, where Python calls the method of
     the number on the left. Each size is replaced by the first other one that the model accepts: along all
-    axes that have it or, where they do not go together, such as channels and pixels, along each. A graph that
+    axes that have it, and along one or, where they do not go together, such as channels and pixels, along
+    each. A graph that
     fails there by a check of its own is not wrong. Examples with whole numbers on a GPU are not tried.
     """
     if example.has_places_elsewhere:
@@ -27,11 +28,17 @@ def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
 
 def _is_wrong_beside(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, size: int) -> bool:
-    """Whether the graph is wrong where all axes of a size have another or, if that is refused, one has."""
-    found = _first_verdict(gm, model, example.resized(size))
-    if found is not None:
-        return found
-    return any(_first_verdict(gm, model, calls) for calls in example.resized_alone(size))
+    """Whether the graph is wrong where all axes of a size have another, or one of them has.
+
+    If all can have another, such as those of square images, one alone that the model takes is enough.
+    """
+    together = _first_verdict(gm, model, example.resized(size))
+    if together:
+        return True
+    alone = (_first_verdict(gm, model, calls) for calls in example.resized_alone(size))
+    if together is None:
+        return any(alone)
+    return next((verdict for verdict in alone if verdict is not None), False)
 
 
 def _first_verdict(gm: fx.GraphModule, model: nn.Module, calls: Iterable[ExampleCall]) -> bool | None:

@@ -208,7 +208,7 @@ class NumberReadError(UnrecordableError):
         self.number = number
 
 
-LAYOUT = frozenset({"size", "numel", "stride", "storage_offset", "is_same_size"})
+LAYOUT = frozenset({"size", "dim", "numel", "stride", "storage_offset", "is_same_size"})
 """Methods of tensors whose result depends on shape and memory layout, and not on the numbers in them."""
 
 

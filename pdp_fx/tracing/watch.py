@@ -23,7 +23,8 @@ from pdp_fx.tracing.structure import flat_tensors
 
 # Custom operators carry no tags; these are known to give sizes that follow from the sizes of their arguments.
 _REGULAR_CUSTOM = frozenset(
-    "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward".split()
+    "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward "
+    "grouped_mm_fallback grouped_mm_fallback_backward".split()
 )
 
 _UPDATING = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())

@@ -15,7 +15,7 @@ from tests.channels.random_layouts import LayoutNet, View
 
 
 def test_what_labels_do_not_show_is_shown_by_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere, "_heed", lambda record, other: None)
+    monkeypatch.setattr(elsewhere, "_heed", lambda *_: None)
     prepared = halved(FirstOfOneImage(), one_image(1))
     with pytest.raises(VerifyError, match="of the output's scale on a batch of another size"):
         pdp_fx.convert(prepared)
@@ -29,7 +29,7 @@ def test_a_model_that_takes_no_other_batch_any_more_is_said(
     prepared = halved(net, (torch.randn(1, 3, 2, 6, dtype=torch.float64),))
     with caplog.at_level(logging.WARNING):
         converted = pdp_fx.convert(prepared)
-    assert "takes batches of the example's size only" in caplog.text
+    assert "the converted model fails on a batch of another size" in caplog.text
     two = torch.randn(2, 3, 2, 6, dtype=torch.float64)
     assert prepared.eval()(two).shape == (2, 2, 6, 3)
     assert capsys.readouterr() == ("", "")

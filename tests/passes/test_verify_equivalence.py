@@ -32,7 +32,7 @@ def test_equal_outputs_pass_and_the_graph_is_left_alone() -> None:
     before = listing(gm)
     (record,) = VERIFY.run(gm, ctx)
     assert not record.modified
-    assert ctx.get(Verified) == Verified(0.0)
+    assert ctx.get(Verified) == Verified(0.0, {})
     assert listing(gm) == before
 
 

@@ -11,7 +11,7 @@ def shapes_apart(*given: torch.Tensor, single: bool = False) -> list[list[tuple[
 
 def test_images_get_sizes_that_are_all_different() -> None:
     found = shapes_apart(torch.rand(32, 3, 32, 32))
-    assert found[:2] == [[(2, 3, 48, 16)], [(2, 3, 16, 16)]]
+    assert found[:3] == [[(2, 4, 48, 16)], [(2, 3, 48, 16)], [(2, 3, 16, 16)]]
     assert found[-1] == [(2, 3, 32, 32)]
 
 
@@ -39,12 +39,12 @@ def test_axes_of_one_index_become_longer_in_the_first_calls() -> None:
 def test_unlike_sizes_share_no_factor_with_each_other_or_with_numbers() -> None:
     example = ExampleCall((torch.rand(2, 10, 8, 8),), {})
     found = [tuple(call.args[0].shape) for call in example.unlike({14, 22})]
-    assert found == [(3, 17, 8, 8), (3, 10, 17, 13)]
+    assert found == [(13, 19, 29, 23), (13, 19, 8, 8), (13, 10, 19, 17)]
     gray = ExampleCall((torch.rand(1, 1, 6, 6),), {})
     assert [tuple(call.args[0].shape) for call in gray.unlike({0, 8})] == [
-        (2, 4, 7, 5),
-        (2, 4, 6, 6),
-        (2, 1, 7, 5),
+        (5, 2, 11, 7),
+        (5, 2, 6, 6),
+        (5, 1, 11, 7),
     ]
 
 

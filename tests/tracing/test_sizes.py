@@ -487,6 +487,62 @@ def test_other_batches_are_tried_in_training_mode_too() -> None:
         gm.train()(rows(3, 4, 3))
 
 
+class Squeezes(nn.Module):
+    """Takes away all axes of one index, and puts the batch back if it went."""
+
+    def __init__(self, rank: Callable[[Tensor], int] | None) -> None:
+        super().__init__()
+        self.conv, self.pool, self.rank = nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(self.conv(x)).squeeze()
+        if self.rank is None:
+            return y
+        return y.unsqueeze(0) if self.rank(y) == 1 else y
+
+
+@pytest.mark.parametrize(
+    "rank", [lambda y: y.ndim, lambda y: y.dim(), lambda y: len(y.shape), lambda y: len(y.size())]
+)
+def test_code_that_asks_how_many_axes_a_squeeze_has_left_is_held_to_that(
+    rank: Callable[[Tensor], int],
+) -> None:
+    gm = exact(Squeezes(rank), torch.randn(2, 3, 4, 4), torch.randn(5, 3, 4, 4))
+    with pytest.raises(AssertionError, match=r"test_sizes.py:\d+ decides by sizes, and by these otherwise"):
+        gm(torch.randn(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_squeeze_that_nothing_asks_about_is_held_to_nothing(size: int) -> None:
+    exact(Squeezes(None), torch.randn(size, 3, 4, 4), torch.randn(1, 3, 4, 4), torch.randn(5, 3, 4, 4))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x + 0.1 * (x.shape[3] - x.shape[2]),
+        lambda x: x * (1.0 * x.shape[3] / x.shape[2]),
+        lambda x: x * [float(place) for place in range(20)][x.shape[3] - x.shape[2]],
+        lambda x: x * max((2, 3), key=lambda axis: x.shape[axis]),
+    ],
+)
+def test_numbers_made_of_two_sizes_that_are_equal_here_hold_the_graph(act: Any) -> None:
+    gm = exact(Acting(act), torch.randn(2, 3, 8, 8))
+    with pytest.raises(AssertionError, match="holds for inputs of size 8 only|decides by sizes"):
+        gm(torch.randn(2, 3, 8, 9))
+
+
+class Acting(nn.Module):
+    """A convolution and a function."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 3, 1), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(x))
+
+
 class ByWidth(nn.Module):
     """Makes an unseen number of the width of images with as many channels."""
 
