@@ -13,7 +13,7 @@ from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import Recording
+from pdp_fx.tracing.steps import Recording, is_ragged
 from pdp_fx.tracing.verify import Runner, run, seeded, tried
 
 _log = logging.getLogger(__name__)
@@ -67,9 +67,10 @@ def _check_other_numbers(
     by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
     for training, recording in by_mode.items():
         reading = {step.called for step in recording.steps if step.reads_numbers or step.sized}
+        checked = any(step.decides and is_ragged(step.args[0]) for step in recording.steps)
         fresh = _made_in_run(recording, by_mode[not training])
         for other in example.with_other_numbers() if reading or fresh else ():
-            problem = _problem_with(gm, model, other, training)
+            problem = _problem_with(gm, model, other, training, checked)
             if problem:
                 raise TraceError(
                     f"the graph of {type(model).__name__} was discarded: with other numbers than the "
@@ -109,12 +110,17 @@ def _suspected(reading: Sequence[str]) -> str:
     )
 
 
-def _problem_with(gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool) -> str:
+def _problem_with(
+    gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool, checked: bool
+) -> str:
     """How the graph differs from the model on a made-up example; empty if either refuses the example.
 
-    The model need not accept it, and the graph may check that it gets what it was traced with.
+    The model need not accept it, and the graph may check that it gets what it was traced with, but not
+    (``checked``) by a decision that depends on the numbers of the example.
     """
     wanted, got = tried(model, other, training), tried(gm, other, training, model)
+    if checked and isinstance(wanted, Outcome) and isinstance(got, Exception):
+        return f"fails: {got}"
     return wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
 
 

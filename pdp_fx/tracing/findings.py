@@ -41,6 +41,8 @@ class Findings:
             numbers, as in `Session.cast_in`; None if they are never replaced.
         follows_ragged: whether sizes that depend on the numbers in a tensor may become live numbers.
         follows_draws: whether branches on random numbers may become choices.
+        met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
+        checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
@@ -51,6 +53,8 @@ class Findings:
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     follows_ragged: bool = True
     follows_draws: bool = True
+    met_ragged: bool = False
+    checks_ragged: bool = False
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
@@ -61,10 +65,14 @@ class Findings:
     def anew(self, sizes: Sizes | None = None) -> Findings:
         """The findings to trace the model anew with: ``lasting``, and these or the given ``sizes``."""
         sizes = self.sizes if sizes is None else sizes
-        return Findings(sizes=sizes, lasting=self.lasting, follows_draws=self.follows_draws)
+        made = Findings(sizes=sizes, lasting=self.lasting)
+        made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
+        return made
 
     def plainer(self) -> Findings | None:
         """The findings to trace the model anew with fewer live numbers or choices; None if none are left."""
+        if self.met_ragged and not self.checks_ragged:
+            return replace(self.anew(), checks_ragged=True)
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):
             return replace(self.anew(), follows_ragged=False)
         if self.casts:

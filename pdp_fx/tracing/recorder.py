@@ -209,7 +209,8 @@ class Recorder:
         """Add a check that a comparison of sizes, by which the model's code decided, has the same result.
 
         Sizes that depend on data differ from call to call, so a decision by them is refused, unless it asks
-        whether a size equals a plain number: such a size, as of an axis of coordinates, may be constant.
+        whether a size equals a plain number: such a size, as of an axis of coordinates, may be constant. A
+        model that would be refused as a whole is tried with checks of these, too.
 
         Args:
             fact: the comparison, as it came out in this run.
@@ -220,8 +221,10 @@ class Recorder:
             return
         self._decided.add(known)
         if is_ragged(fact) and not (on_purpose and fact.call is operator.eq):
-            self.guarded(refuse_ragged, "decides by")
-            return
+            self.findings.met_ragged = True
+            if not self.findings.checks_ragged:
+                self.guarded(refuse_ragged, "decides by")
+                return
         source = source_line()
         message = (
             f"{source} decides by sizes, and by these otherwise than in this graph; "

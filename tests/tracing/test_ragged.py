@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
 from tests.tracing.checks import Around, exact, opaque
 
 EDGES = torch.tensor([[0, 1, 1, 2, 3, 3], [1, 1, 2, 0, 3, 0]])
@@ -47,6 +49,33 @@ class Picks(nn.Module):
         if self.kind == "cast":
             return rows.sum(0) * int(rows.shape[0])
         return rows.sum(0) * self.scales[rows.shape[0] % 4]
+
+
+class PicksTwice(nn.Module):
+    """Picks rows twice, in its own forward, and asks whether they are as many, or how many they are."""
+
+    def __init__(self, asks: str) -> None:
+        super().__init__()
+        self.linear, self.asks = nn.Linear(4, 4), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, others = x[x[:, 0] > 0], x[x[:, 0].gt(0)]
+        if self.asks == "as many" and rows.shape[0] - others.shape[0] > 0:
+            rows = rows[: others.shape[0]]
+        if self.asks == "how many" and rows.shape[0] > 2:
+            rows = rows * 2
+        return self.linear(rows + others).sum(0)
+
+
+def test_a_decision_by_such_sizes_in_the_models_own_forward_is_checked_if_it_comes_out_the_same() -> None:
+    gm = exact(PicksTwice("as many"), torch.randn(8, 4), torch.randn(5, 4))
+    assert not opaque(gm)
+
+
+def test_one_that_comes_out_otherwise_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TraceError, match="size that depends on the numbers in a tensor"):
+        trace(PicksTwice("how many"), torch.randn(5, 4))
 
 
 def test_what_only_computes_with_such_sizes_is_looked_into() -> None:
