@@ -352,7 +352,7 @@ class LabelFlow(TorchDispatchMode):
         self.record.grouped[use] = self.grouped_before.get(use, 1 < groups == channels)
         return self.record.grouped[use]
 
-    def contract(self, weight: Tensor, data: Tensor, positions: int, inputs: Tensor | None) -> None:
+    def contract(self, weight: Tensor, data: Tensor, positions: float, inputs: Tensor | None) -> None:
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight."""
         if weight not in self.stored:
             return

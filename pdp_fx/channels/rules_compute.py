@@ -241,6 +241,27 @@ def count_product(
             return
 
 
+@rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+def grouped_product(call: Call, flow: LabelFlow) -> None:
+    """(S, k) times one of the (E, k, m) matrices for each row, as in a mixture of experts: m channels."""
+    data, weight, *others = call.args
+    if data.ndim != 2 or weight.ndim != 3 or any(other is not None for other in others[1:]):
+        flow.freeze_all(call.tensors(), "there is no channel rule for this kind of grouped product")
+        flow.put(call.result, ())
+        return
+    flow.freeze_all(call.tensors()[2:], "these values say where groups end")
+    read = channel_layer(data, 1, flow, "each row of data has one of the matrices")
+    layers = flow.all_without(flow.layers(weight), frozenset({0}), "rows of data choose among these matrices")
+    for layer in layers:
+        if len(layer.support) > 1:
+            flow.freeze(layer.ids, "it lies along both axes of a matrix")
+    uses = data.shape[0] / weight.shape[0]
+    flow.contract(weight, data, uses, None if read is None else read.ids.reshape(-1))
+    consume(read, along(layers, 1), flow)
+    made = _produce(along(layers, 2), weight, data, None, flow)
+    flow.put(call.result, [] if made is None else [_placed(made, 1, 2)])
+
+
 @rule(aten.mv)
 def mv(call: Call, flow: LabelFlow) -> None:
     """A product of a matrix and a vector."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pdp_fx
-from pdp_fx import NM, PruneSpec, Schedule
+from pdp_fx import NM, Channels, PruneSpec, Schedule
 from tests.channels.checks import check_converted, train
 
 
@@ -114,6 +114,42 @@ class Experts(nn.Module):
         """Map (n, 16) to (n, 4)."""
         product: Any = getattr(torch, "_grouped_mm")  # noqa: B009
         return self.head(product(x, self.weight.mT, offs=offsets))
+
+
+class Gated(nn.Module):
+    """A mixture of experts: rows in the order of theirs, widened, gated and narrowed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 32, 16)), nn.Parameter(torch.randn(3, 16, 16))
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+        """Map (n, 8) to (n, 4)."""
+        product: Any = getattr(torch, "_grouped_mm")  # noqa: B009
+        rows = self.stem(x)[order]
+        gate, up = product(rows, self.up.mT, offs=offsets).chunk(2, -1)
+        rows = product(torch.nn.functional.silu(gate) * up, self.down.mT, offs=offsets)
+        return self.head(torch.zeros_like(self.stem(x)).index_add(0, order, rows))
+
+
+def test_channels_of_experts_go_together() -> None:
+    torch.manual_seed(0)
+    order, offsets = torch.tensor([3, 0, 1, 5, 2, 4]), torch.tensor([1, 4, 6], dtype=torch.int32)
+    inputs = torch.randn(6, 8), order, offsets
+    spec = PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0), allocation="uniform")
+    prepared = pdp_fx.prepare(Gated(), spec, inputs)
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    shapes = {name: tuple(weight.shape) for name, weight in converted.named_parameters()}
+    assert shapes["up"] == (3, 16, 8)
+    assert shapes["down"] == (3, 8, 8)
+    assert shapes["head.weight"] == (4, 8)
+    others = torch.randn(6, 8), order.flip(0), torch.tensor([2, 2, 6], dtype=torch.int32)
+    for given in (inputs, others):
+        assert torch.allclose(converted(*given), prepared(*given), atol=1e-5)
+    expert = next(row for row in pdp_fx.report(prepared).rows if row.shape == (3, 32, 16))
+    assert expert.macs == 16 * 32
 
 
 def test_the_matrices_of_grouped_products_are_weights() -> None:
