@@ -42,7 +42,7 @@ class FixMode(Pass):
                 known[node] = node.args[0][node.args[1]]
             elif isinstance(node.target, When) and not node.args[0]:
                 known[node] = None
-            elif node.target is kept_unless and node.args[0] is None:
+            elif node.target is kept_unless and not isinstance(node.args[0], fx.Node):
                 known[node] = node.args[2]
         calls = [node for node in gm.graph.nodes if isinstance(node.target, When) and node not in known]
         for node in calls:

@@ -1,5 +1,6 @@
 """Recording a model in both modes, repeatedly, until all that a graph cannot express is kept whole."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from pdp_fx.tracing.record import record
 from pdp_fx.tracing.skipping import Answers, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,13 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
 
     if not training or not findings.follows_draws:
         return again(None)
-    recording = again(lambda _: False)
+    try:
+        recording = again(lambda _: False)
+    except UnrecordableError:
+        raise
+    except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
+        _log.info("fails where branches on random numbers are not taken: %s", err)
+        return None
     return with_choices(recording, again) if recording.draws else recording
 
 

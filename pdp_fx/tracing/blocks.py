@@ -65,7 +65,8 @@ def _gathered(graph: fx.Graph, number: int, ends: list[fx.Node]) -> Block:
     made = {cast(fx.Node, end.args[2]) for end in ends}
     others = {node for end in ends for node in end.all_input_nodes} - made
     nodes, inside = list(graph.nodes), set[fx.Node]()
-    between = nodes[nodes.index(flag) + 1 : nodes.index(ends[0])]
+    places = [place for place, node in enumerate(nodes) if node.meta.get(SKIPPED) == number]
+    between = nodes[places[0] : nodes.index(ends[0])] if places else []
     for node in reversed(between):
         needed = bool(node.users) and inside.issuperset(node.users.keys() - set(ends))
         changes = not node.users and node.meta.get(SKIPPED) == number

@@ -62,7 +62,7 @@ class _Merge:
         elif pair.in_eval is not None:
             self._add_single(pair.in_eval, False, self.alignment.owner(pair))
         elif pair.in_train is not None and pair.in_train.target is kept_unless:
-            self._add_choice(pair.in_train)
+            self._add_choice(pair.in_train, self.alignment.owner(pair))
         elif pair.in_train is not None:
             self._add_single(pair.in_train, True, self.alignment.owner(pair))
 
@@ -131,10 +131,13 @@ class _Merge:
         if training:
             _note_parts(node, step)
 
-    def _add_choice(self, choice: Step) -> None:
+    def _add_choice(self, choice: Step, owner: str) -> None:
         """Write a choice, which what follows uses in eval mode, too: there is no flag then that skips."""
         self.writer.at(choice.scope.path, choice.source)
-        node = self.writer.step(choice, self._lower(choice.args, True), {})
+        flag, *others = self._lower(choice.args, True)
+        if self.writer.gate_of(flag) is None:
+            flag = self.writer.pick(False, flag, owner)
+        node = self.writer.step(choice, (flag, *others), {})
         node.meta[SKIPPED] = choice.skipped
         made = self.alignment.pairs[self._places[choice.args[2]]]
         self._nodes[True, choice] = node

@@ -179,12 +179,12 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
     value = recorder.origins.value(tensor)
     if not is_data(value):
         return recorder.function(torch.Tensor.__bool__, (tensor,), {})
-    way = recorder.drawn(value)
-    if way is not None:
-        return way
     truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):
+        way = recorder.drawn(value)
+        if way is not None:
+            return way
         raise NumberReadError("branches on the numbers in a tensor", truth)
     check(recorder, tensor if truth else recorder.function(torch.logical_not, (tensor,), {}))
     return truth

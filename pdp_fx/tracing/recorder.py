@@ -53,6 +53,10 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+MOST_DRAWS = 1000
+"""After this many branches on random numbers, as of a loop that goes on by chance, none is followed."""
+
+
 class Recorder:
     """The steps of one run so far.
 
@@ -271,6 +275,8 @@ class Recorder:
         known = next((number for number, draw in enumerate(self.draws) if draw.value is value), None)
         if known is None:
             known = len(self.draws)
+            if known == MOST_DRAWS:
+                return None
             self.draws.append(Draw(value, len(self.steps), self.scope, source_line()))
         return self._answers(known)
 

@@ -6,6 +6,8 @@ value, `kept_unless` chooses between the two; the code of the graph runs the ste
 (`pdp_fx.tracing.blocks`).
 """
 
+import logging
+import random
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,11 +21,15 @@ from pdp_fx.tracing.steps import (
     Expr,
     Recording,
     Step,
-    UnrecordableError,
     Value,
     identity,
     is_data,
 )
+
+_log = logging.getLogger(__name__)
+
+TRIED = 2
+"""How many sets of half of the branches are recorded to see that branches do not depend on each other."""
 
 Answers = Callable[[int], bool]
 """Which way to go at each branch on random numbers, by its number in the run."""
@@ -45,18 +51,23 @@ def with_choices(base: Recording, again: Callable[[Answers], Recording]) -> Reco
         again: records once more, with other answers.
 
     Returns:
-        The recording; None if a branch does more than to leave steps out.
+        The recording; None if a branch does more than to leave steps out, or if what one leaves out depends
+        on what another does.
     """
     try:
         if_false, if_true = _segments(base)[1:], _segments(again(lambda _: True))[1:]
-        longer = {
-            i for i, ways in enumerate(zip(if_false, if_true, strict=False)) if len(ways[1]) > len(ways[0])
-        }
+        both = enumerate(zip(if_false, if_true, strict=False))
+        longer = frozenset(draw for draw, (steps, others) in both if len(others) > len(steps))
         full = again(lambda draw: draw in longer) if longer else base
-        turns = [frozenset(range(start, len(full.draws), 2)) for start in (0, 1)]
-        others = [(turn, again(lambda draw, turn=turn: draw in longer ^ turn)) for turn in turns if turn]
-        return _Merge(full, longer).merged(others)
-    except (_DiffersError, UnrecordableError):
+        draws = range(len(full.draws))
+        turns = [frozenset(draws[start::2]) for start in (0, 1)]
+        drawn = random.Random(0)
+        further = [frozenset(draws), *(frozenset(drawn.sample(draws, len(draws) // 2)) for _ in range(TRIED))]
+        recorded = {turn: again(lambda draw, turn=turn: draw in longer ^ turn) for turn in {*turns, *further}}
+        merge = _Merge(full, longer)
+        return merge.merged([(turn, recorded[turn]) for turn in turns if turn], list(recorded.items()))
+    except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
+        _log.info("branches on random numbers are not followed: %s", err)
         return None
 
 
@@ -74,13 +85,30 @@ def _asks_kind(value: Any) -> bool:
 
 
 def chooses_alike(alignment: Alignment) -> bool:
-    """Whether what training may skip is made in eval mode by the same steps."""
-    shared = {pair.in_train for pair in alignment.pairs if pair.only is None}
-    return all(step.args[2] in shared for step in alignment.in_train.steps if step.target is kept_unless)
+    """Whether eval mode makes by the same steps what training may skip, and uses no more of them."""
+    trained = {pair.in_eval: pair.in_train for pair in alignment.pairs if pair.in_eval is not None}
+    choices = [step for step in alignment.in_train.steps if step.target is kept_unless]
+    made = {choice.args[2] for choice in choices}
+    if not made.issubset(trained.values()):
+        return False
+
+    def leaks(tree: Any, number: int) -> bool:
+        read = (trained.get(step) for step in _steps_in(tree))
+        return any(step is not None and step.skipped not in (0, number) and step not in made for step in read)
+
+    for step, counterpart in trained.items():
+        number = 0 if counterpart is None else counterpart.skipped
+        if leaks((step.args, step.kwargs), number):
+            return False
+    return not leaks(alignment.in_eval.output, 0)
 
 
 class _DiffersError(Exception):
     """Raised where two recordings differ by more than steps that are left out."""
+
+
+_Other = tuple[frozenset[int], Recording]
+"""A recording, and the branches at which it takes the other way."""
 
 
 @dataclass
@@ -105,33 +133,66 @@ class _Merge:
         self.regions: dict[int, _Region] = {}
         self._region_of: dict[Step, int] = {}
 
-    def merged(self, others: Sequence[tuple[frozenset[int], Recording]]) -> Recording:
-        """The full recording with choices, from recordings that take the other way at the given branches."""
+    def merged(self, others: Sequence[_Other], further: Sequence[_Other]) -> Recording:
+        """The full recording with choices, from recordings that take the other way at the given branches.
+
+        Args:
+            others: recordings that show what each branch leaves out.
+            further: recordings that must agree with that.
+        """
         if any(step.recomputed for step in self.full.steps):
-            raise _DiffersError
+            raise _DiffersError("more differs than what is left out")
         paired = [(other, self._paired(turn, other)) for turn, other in others]
         for other, pairs in paired:
             found = [(step.args, step.kwargs, step.changes) for step in pairs]
             mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
             for made, instead in _differences((mine, self.full.output), (found, other.output), pairs):
                 self._choose(made, _translated(instead, pairs))
+        if not all(region.choices for region in self.regions.values()):
+            raise _DiffersError("what is left out has effects of its own")
+        for turn, other in further:
+            self._check(turn, other)
         return self._rewritten()
+
+    def _check(self, turn: frozenset[int], other: Recording) -> None:
+        """Check that a recording which takes the other way at some branches does what the choices say."""
+        pairs = self._paired(turn, other)
+        found = [(step.args, step.kwargs, step.changes) for step in pairs]
+        mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
+        wanted = self._chosen((mine, self.full.output), turn)
+        if any(True for _ in _differences(wanted, (found, other.output), pairs)):
+            raise _DiffersError("what one branch leaves out depends on another")
+
+    def _chosen(self, tree: Any, turn: frozenset[int]) -> Any:
+        """Arguments as they are if these branches leave their steps out."""
+        if isinstance(tree, Step):
+            number = self._region_of.get(tree)
+            choice = self.regions[number].choices.get(tree) if number is not None and number in turn else None
+            return tree if choice is None else self._chosen(choice.args[1], turn)
+        return _mapped(lambda part: self._chosen(part, turn), tree)
 
     def _paired(self, turn: frozenset[int], other: Recording) -> dict[Step, Step]:
         """The steps of the other recording with their counterparts; those without become regions."""
         mine, theirs = _segments(self.full), _segments(other)
         if len(mine) != len(theirs):
-            raise _DiffersError
+            raise _DiffersError("more differs than what is left out")
         pairs: dict[Step, Step] = {}
         for number, (full, less) in enumerate(zip(mine, theirs, strict=True)):
             skipped = len(full) - len(less) if number - 1 in turn else 0
             kept = full[skipped:] if skipped >= 0 else []
             if [kind_of_step(step) for step in kept] != [kind_of_step(step) for step in less]:
-                raise _DiffersError
+                raise _DiffersError("more differs than what is left out")
             pairs |= dict(zip(less, kept, strict=True))
-            if skipped:
+            if skipped and number - 1 not in self.regions:
                 self._add_region(number - 1, full[:skipped])
+            elif number - 1 in turn and skipped != self._left_out(number - 1):
+                raise _DiffersError("what one branch leaves out depends on another")
         return pairs
+
+    def _left_out(self, number: int) -> int:
+        """How many steps a branch leaves out, without checks."""
+        steps = self.regions[number].steps if number in self.regions else []
+        return sum(step.target is not torch._assert for step in steps)
 
     def _add_region(self, number: int, steps: list[Step]) -> None:
         """Note which steps a branch may leave out, and the checks of what they make."""
@@ -151,14 +212,14 @@ class _Merge:
         """Note that another value goes on where the step that makes one is left out."""
         number = self._region_of.get(made) if isinstance(made, Step) else None
         if number is None:
-            raise _DiffersError
+            raise _DiffersError("more differs than what is left out")
         choices, draw = self.regions[number].choices, self.full.draws[number]
         if made not in choices:
             told = (None, instead, made)
             choices[made] = Step("call_function", kept_unless, told, {}, draw.scope, draw.source)
             choices[made].skipped = number + 1
         elif identity(choices[made].args[1]) != identity(instead):
-            raise _DiffersError
+            raise _DiffersError("more differs than what is left out")
 
     def _rewritten(self) -> Recording:
         """The full recording in which all that follows a region uses its choices."""
@@ -180,7 +241,7 @@ class _Merge:
                     steps.append(choice)
         output = self._replaced(self.full.output, None)
         if any(step in self._region_of for step in _steps_in(output)):
-            raise _DiffersError
+            raise _DiffersError("more differs than what is left out")
         # What a run gives whose branches were chosen is not what the model gives.
         return replace(self.full, steps=tuple(steps), output=output, outcome=None)
 
@@ -199,7 +260,7 @@ class _Merge:
         step.kwargs = self._replaced(step.kwargs, own)
         step.changes = self._replaced(step.changes, own)
         if any(self._region_of.get(source, own) != own for source in _steps_in((step.args, step.kwargs))):
-            raise _DiffersError
+            raise _DiffersError("more differs than what is left out")
 
     def _replaced(self, tree: Any, own: int | None) -> Any:
         """Arguments in which choices stand for what they choose."""
@@ -247,7 +308,7 @@ def _translated(value: Any, pairs: Mapping[Step, Step]) -> Any:
     """A value of another recording, made of the steps of the full one."""
     if isinstance(value, Step):
         if value not in pairs:
-            raise _DiffersError
+            raise _DiffersError("more differs than what is left out")
         return pairs[value]
     return _mapped(lambda part: _translated(part, pairs), value)
 

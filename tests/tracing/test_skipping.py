@@ -34,17 +34,21 @@ class Layer(nn.Module):
 
 
 class Skips(nn.Module):
-    """Skips layers in the way that `step` has it; if `step` is a name, that method."""
+    """Skips layers in the way that one of its methods has it."""
+
+    count: Tensor
 
     def __init__(self, step: str, layers: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.register_buffer("count", torch.zeros(1))
         self.step = getattr(self, step)
 
     def forward(self, x: Tensor) -> Any:
         x = self.stem(x)
+        self.last, self.left = False, 0
         seen = [x]
         for place, layer in enumerate(self.layers):
             x = self.step(layer, x, place)
@@ -108,14 +112,67 @@ class Skips(nn.Module):
             return x
         return checkpoint(layer, x, use_reentrant=False)
 
+    def counted(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and torch.rand([]) < 0.4:
+            self.stem.bias.data.mul_(1.0)
+            self.count += 1
+        return layer(x)
+
+    def never_two(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        self.last = bool(self.training and place and not self.last and torch.rand([]) < 0.4)
+        return x if self.last else layer(x)
+
+    def not_all(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        self.left = self.left + 1 if place else 0
+        if self.training and torch.rand([]) < 0.4 and self.left < 2:
+            return x
+        self.left -= 1
+        return layer(x)
+
+    def drawn_always(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        noise = torch.rand([])
+        return x if self.training and noise < 0.4 else layer(x)
+
+    def by_chance_again(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        while self.training and torch.rand([]) < 0.4:
+            x = layer(x)
+        return layer(x)
+
+    def refuses(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and torch.rand([]) < 0.4:
+            self.left += 1
+            if self.left > 2:
+                raise ValueError("skips too much")
+            return x
+        return layer(x)
+
+    def before_the_branch(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        skipped = torch.rand([]) < 0.4 if self.training else False
+        y = self.layers[place].get_submodule("drop")(x)
+        return x if skipped else layer(y)
+
+    def checked(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training:
+            noise = torch.rand([])
+            assert noise < 2
+            if noise < 0.4:
+                return x
+        return layer(x)
+
     def always_one(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         if self.training and torch.rand([]) < 0.4:
             return x
         return self.layers[0](x)
 
 
-FOLLOWED = ("dropped", "survives", "rarer_with_depth", "in_place", "without_a_module", "listed", "twice")
-KEPT_WHOLE = ("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one")
+FOLLOWED = (
+    *("dropped", "survives", "rarer_with_depth", "in_place", "without_a_module", "listed", "twice"),
+    *("before_the_branch", "drawn_always"),
+)
+KEPT_WHOLE = (
+    *("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one", "counted"),
+    *("never_two", "not_all", "by_chance_again", "refuses", "checked"),
+)
 
 
 def run(model: nn.Module, x: Tensor, seed: int) -> dict[str, Tensor | None]:
