@@ -150,6 +150,10 @@ CHOOSING: dict[str, tuple[View, Tensor, Tensor]] = {
         images(2, 4)[:, :, :3],
     ),
     "rows of eight": (lambda h: h.reshape(8, -1).mean(-1), images(1, 2), images(3, 2)),
+    "halves of an even number of pixels": (
+        lambda h: functional.avg_pool2d(h, 2).permute(0, 2, 3, 1).reshape(len(h), 2, -1).mean(1),
+        images(2, 16)[:, :, :, :4], images(2, 6),
+    ),
     "groups by height": (
         lambda h: functional.group_norm(h, max(1, h.shape[2] // 8)).relu(), images(2, 8), images(2, 16),
     ),
