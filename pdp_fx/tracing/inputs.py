@@ -122,7 +122,8 @@ def held_to_given(recording: Recording, model: nn.Module, call: ExampleCall) -> 
         return recording
     steps = list(recording.steps)
     steps.insert(len(inputs), check_inputs(facts, inputs[0].scope))
-    return replace(recording, steps=tuple(steps))
+    draws = tuple(replace(draw, place=draw.place + 1) for draw in recording.draws)
+    return replace(recording, steps=tuple(steps), draws=draws)
 
 
 def _arguments(model: nn.Module, call: ExampleCall) -> list[_Argument]:

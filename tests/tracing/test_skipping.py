@@ -269,6 +269,19 @@ def test_a_skipped_layer_is_not_computed_and_gets_no_gradient() -> None:
     assert 0 < skipped < 3 * len(SEEDS)
 
 
+class SkipsMasked(Skips):
+    """Takes a mask, or none."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return super().forward(x if mask is None else x * mask)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(3, 1)])
+def test_a_model_with_optional_inputs_is_followed_too(mask: Tensor | None) -> None:
+    gm = exact(SkipsMasked("dropped"), {"x": torch.randn(3, 4), "mask": mask})
+    assert choices(gm) == 3
+
+
 def test_the_code_shows_what_may_be_skipped() -> None:
     gm = exact(Skips("dropped", 1), torch.randn(3, 4))
     assert "if not when_lt:" in gm.code
