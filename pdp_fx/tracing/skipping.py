@@ -162,6 +162,14 @@ class _Merge:
         wanted = self._chosen((mine, self.full.output), turn)
         if any(True for _ in _differences(wanted, (found, other.output), pairs)):
             raise _DiffersError("what one branch leaves out depends on another")
+        made = {
+            _known(self._chosen(step.args[0], turn))
+            for step in self.full.steps
+            if step.target is torch._assert and self._region_of.get(step) not in turn
+        }
+        checks = (step.args[0] for step in other.steps if step.target is torch._assert)
+        if not made.issuperset(_known(_translated(check, pairs)) for check in checks):
+            raise _DiffersError("a check is left out that others rely on")
 
     def _chosen(self, tree: Any, turn: frozenset[int]) -> Any:
         """Arguments as they are if these branches leave their steps out."""
@@ -302,6 +310,13 @@ def _agree(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> bool:
         one, other = mine.tensor, theirs.tensor
         return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
     return mine is theirs or bool(mine == theirs)
+
+
+def _known(value: Any) -> Any:
+    """A key that two structures of values share if they are the same computations."""
+    if isinstance(value, Expr):
+        return value.call, tuple(map(_known, value.args))
+    return tuple(map(_known, value)) if isinstance(value, tuple | list) else value
 
 
 def _translated(value: Any, pairs: Mapping[Step, Step]) -> Any:

@@ -159,6 +159,14 @@ class Skips(nn.Module):
                 return x
         return layer(x)
 
+    def checked_inside(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        y = z = x
+        if not (self.training and torch.rand([]) < 0.4):
+            y = z = layer(x)
+            if y.shape[0] > 2:
+                z = y * 1.5
+        return z * 2 if y.shape[0] > 2 else z
+
     def always_one(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         if self.training and torch.rand([]) < 0.4:
             return x
@@ -171,7 +179,7 @@ FOLLOWED = (
 )
 KEPT_WHOLE = (
     *("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one", "counted"),
-    *("never_two", "not_all", "by_chance_again", "refuses", "checked"),
+    *("never_two", "not_all", "by_chance_again", "refuses", "checked", "checked_inside"),
 )
 
 
