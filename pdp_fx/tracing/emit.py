@@ -141,7 +141,8 @@ class _Merge:
         node.meta[SKIPPED] = choice.skipped
         made = self.alignment.pairs[self._places[choice.args[2]]]
         self._nodes[True, choice] = node
-        self._nodes |= {(False, step): node for step in made.steps if step is made.in_eval}
+        if made.in_eval is not None:
+            self._nodes[False, made.in_eval] = node
 
     def _lower(self, tree: Any, training: bool) -> Any:
         """The arguments of a step of one mode, with nodes in the place of values."""

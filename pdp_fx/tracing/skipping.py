@@ -55,15 +55,22 @@ def with_choices(base: Recording, again: Callable[[Answers], Recording]) -> Reco
         on what another does.
     """
     try:
-        if_false, if_true = _segments(base)[1:], _segments(again(lambda _: True))[1:]
-        both = enumerate(zip(if_false, if_true, strict=False))
+        other = again(lambda _: True)
+        both = enumerate(zip(_segments(base)[1:], _segments(other)[1:], strict=False))
         longer = frozenset(draw for draw, (steps, others) in both if len(others) > len(steps))
-        full = again(lambda draw: draw in longer) if longer else base
+        made = {frozenset[int](): base, frozenset(range(len(base.draws))): other}
+
+        def taking(taken: frozenset[int]) -> Recording:
+            if taken not in made:
+                made[taken] = again(lambda draw: draw in taken)
+            return made[taken]
+
+        full = taking(longer)
         draws = range(len(full.draws))
         turns = [frozenset(draws[start::2]) for start in (0, 1)]
         drawn = random.Random(0)
         further = [frozenset(draws), *(frozenset(drawn.sample(draws, len(draws) // 2)) for _ in range(TRIED))]
-        recorded = {turn: again(lambda draw, turn=turn: draw in longer ^ turn) for turn in {*turns, *further}}
+        recorded = {turn: taking(longer ^ turn) for turn in {*turns, *further} if turn}
         merge = _Merge(full, longer)
         return merge.merged([(turn, recorded[turn]) for turn in turns if turn], list(recorded.items()))
     except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
@@ -144,9 +151,7 @@ class _Merge:
             raise _DiffersError("more differs than what is left out")
         paired = [(other, self._paired(turn, other)) for turn, other in others]
         for other, pairs in paired:
-            found = [(step.args, step.kwargs, step.changes) for step in pairs]
-            mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
-            for made, instead in _differences((mine, self.full.output), (found, other.output), pairs):
+            for made, instead in self._compared(frozenset(), other, pairs):
                 self._choose(made, _translated(instead, pairs))
         if not all(region.choices for region in self.regions.values()):
             raise _DiffersError("what is left out has effects of its own")
@@ -157,19 +162,24 @@ class _Merge:
     def _check(self, turn: frozenset[int], other: Recording) -> None:
         """Check that a recording which takes the other way at some branches does what the choices say."""
         pairs = self._paired(turn, other)
-        found = [(step.args, step.kwargs, step.changes) for step in pairs]
-        mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
-        wanted = self._chosen((mine, self.full.output), turn)
-        if any(True for _ in _differences(wanted, (found, other.output), pairs)):
+        if any(True for _ in self._compared(turn, other, pairs)):
             raise _DiffersError("what one branch leaves out depends on another")
         made = {
-            _known(self._chosen(step.args[0], turn))
+            identity(self._chosen(step.args[0], turn))
             for step in self.full.steps
             if step.target is torch._assert and self._region_of.get(step) not in turn
         }
         checks = (step.args[0] for step in other.steps if step.target is torch._assert)
-        if not made.issuperset(_known(_translated(check, pairs)) for check in checks):
+        if not made.issuperset(identity(_translated(check, pairs)) for check in checks):
             raise _DiffersError("a check is left out that others rely on")
+
+    def _compared(
+        self, turn: frozenset[int], other: Recording, pairs: Mapping[Step, Step]
+    ) -> Iterator[tuple[Any, Any]]:
+        """The differences from a recording, if these branches leave their steps out."""
+        found = [(step.args, step.kwargs, step.changes) for step in pairs]
+        mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
+        return _differences(self._chosen((mine, self.full.output), turn), (found, other.output), pairs)
 
     def _chosen(self, tree: Any, turn: frozenset[int]) -> Any:
         """Arguments as they are if these branches leave their steps out."""
@@ -310,13 +320,6 @@ def _agree(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> bool:
         one, other = mine.tensor, theirs.tensor
         return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
     return mine is theirs or bool(mine == theirs)
-
-
-def _known(value: Any) -> Any:
-    """A key that two structures of values share if they are the same computations."""
-    if isinstance(value, Expr):
-        return value.call, tuple(map(_known, value.args))
-    return tuple(map(_known, value)) if isinstance(value, tuple | list) else value
 
 
 def _translated(value: Any, pairs: Mapping[Step, Step]) -> Any:

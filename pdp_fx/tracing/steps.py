@@ -252,7 +252,7 @@ def identity(value: Any) -> Hashable:
     """A key that two expressions share if they are the same computation of the same values."""
     if isinstance(value, Expr):
         return value.call, tuple(identity(arg) for arg in value.args)
-    return tuple(map(identity, value)) if isinstance(value, list) else value
+    return tuple(map(identity, value)) if isinstance(value, list | tuple) else value
 
 
 def root(value: Any) -> Step | None:
