@@ -94,12 +94,11 @@ def prepare(
         if watch.record is not None and watch.sites is not None:
             ctx.put(watch.sites)
         PREPARE.run(gm, ctx, on_pass)
-    _keep_findings(gm, pruner, ctx)
-    pruner.set_seal()
-    pruner.to(_device(model))
-    pruner.train(model.training)
-    if watch.outcome is not None and inputs is not None and not pruner.has_other_policies:
-        with unwritten(model):
+        _keep_findings(gm, pruner, ctx)
+        pruner.set_seal()
+        pruner.to(_device(model))
+        pruner.train(model.training)
+        if watch.outcome is not None and inputs is not None and not pruner.has_other_policies:
             check_unpruned(gm, model, watch.outcome, ExampleCall(*inputs))
     pruner.check_reachable(gm)
     pruner.update_masks(gm)
