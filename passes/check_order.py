@@ -61,7 +61,9 @@ def _new_meetings(shrunk: Shrunk, after: Record) -> int:
     old_label = np.full(after.ties.count, -1)
     for slot, ids in after.slots.items():
         if slot in before.ids:
-            old_label[ids.numpy()] = before.ids[slot][~shrunk.gone[before.slots[slot]]]
+            # Constants lose nothing; what meets channels is chosen of them.
+            stays = ... if slot.constant else ~shrunk.gone[before.slots[slot]]
+            old_label[ids.numpy()] = before.ids[slot][stays]
     pairs = old_label[after.ties.joined()]
     left, right = before.classes[pairs]
     stays = np.zeros(len(before.classes), dtype=bool)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.counts import Counts
-from pdp_fx.channels.kept import placed_before
+from pdp_fx.channels.kept import placed_after, placed_before
 from pdp_fx.channels.labels import Slot
 from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.resizing import Job, Rewrite
@@ -61,6 +61,7 @@ class ShrinkChannels(Pass):
                 found = analyse(gm, fresh(ctx.example_inputs), {}, ctx.spec.through_norms)
         gone = _gone_classes(found, rows)
         _resize_nodes(gm, found, gone)
+        _choose_of_constants(gm, found, gone)
         _slice_tensors(gm, found, gone)
         _refresh_modules(gm, found, gone)
         ctx.put(Shrunk(found, gone))
@@ -84,15 +85,33 @@ def _gone_classes(found: ChannelMap, rows: dict[Slot, tuple[int, ...]]) -> np.nd
     return gone
 
 
-def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
+def _shortened(found: ChannelMap, gone: np.ndarray, constant: bool) -> dict[str, dict[int, np.ndarray]]:
+    """The axes of constants, or of parameters and buffers, that lose indices, each with those that stay."""
     by_tensor: dict[str, dict[int, np.ndarray]] = {}
     for slot, classes in found.slots.items():
         stays = np.flatnonzero(~gone[classes])
-        if len(stays) < len(classes):
-            by_tensor.setdefault(slot.tensor, {})[slot.axis] = stays
+        if bool(slot.constant) == constant and len(stays) < len(classes):
+            by_tensor.setdefault(slot.constant or slot.tensor, {})[slot.axis] = stays
+    return by_tensor
+
+
+def _choose_of_constants(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
+    """Behind each constant that meets removed channels, insert a choice of what stays."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for name, axes in _shortened(found, gone, constant=True).items():
+        # Nodes that only training mode needs are in the graph no longer.
+        if name in nodes:
+            made, users = nodes[name], list(nodes[name].users)
+            for axis, stays in axes.items():
+                made = placed_after(made, operator.getitem, made, (*[slice(None)] * axis, stays.tolist()))
+            for user in users:
+                user.replace_input_with(nodes[name], made)
+
+
+def _slice_tensors(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
     tensors: dict[str, Tensor] = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     swaps: dict[Tensor, Tensor] = {}
-    for name, axes in by_tensor.items():
+    for name, axes in _shortened(found, gone, constant=False).items():
         old = tensors[name]
         new = old.detach()
         for axis, stays in axes.items():

@@ -60,8 +60,9 @@ def _role(gm: fx.GraphModule, slot: Slot, contracted: set[str]) -> str:
 def channel_graph(model: nn.Module) -> Graph:
     """The channel structure of a prepared model: which parameter axes carry which channels.
 
-    A node is a parameter axis, such as ``layer1.0.conv1.weight[0]``, or a channel group, named by the
-    module that makes it first. Nodes come in the order in which the model uses them. Every node has
+    A node is a parameter axis, such as ``layer1.0.conv1.weight[0]``, the axis of a constant, named by the
+    graph's node that makes it, such as ``%arange[0]``, or a channel group, named by the module that makes
+    it first. Nodes come in the order in which the model uses them. Every node has
 
     * ``name``: the node itself, for exporters that number the nodes;
     * ``bipartite``: 0 for an axis, 1 for a group;

@@ -57,6 +57,11 @@ class Aliases:
         storage = tensor.untyped_storage()._cdata
         self._sharing.setdefault(storage, []).append(TensorWeakRef(tensor))
 
+    def shared(self, tensor: Tensor) -> bool:
+        """Whether another labelled tensor lies in the same memory."""
+        sharing = (ref() for ref in self._sharing.get(tensor.untyped_storage()._cdata, ()))
+        return any(other is not None and other is not tensor for other in sharing)
+
     def lost(self, tensor: Tensor) -> Sequence[Lost]:
         """The labels to freeze because ``tensor`` is read now; they are returned once."""
         return self._outdated.pop(tensor, None) or ()

@@ -128,6 +128,8 @@ def observe(
             _settle_norm(flow, result)
         note_varying(gm, node, flow.record, flow.drew)
         check_sizes(gm, node, flow, result)
+        if isinstance(result, Tensor) and node.name not in flow.record.varying:
+            flow.label_constant(node.name, result)
         if node.name in computed and flow.stand_in(result, computed[node.name]):
             given = Labelled(tuple(result.shape), flow.layers(result))
             flow.record.values[stored(computed[node.name].parameter)] = (given,)

@@ -22,7 +22,7 @@ class ChannelGroup:
         name: the module that produces them first, numbered where it produces several groups.
         classes: the class of each channel, shape (width,), in the order of the first producer.
         producers: the weight axes that produce these channels.
-        members: every parameter and buffer axis that carries some of them.
+        members: every axis of a parameter, buffer or constant that carries some of them.
         reasons: why the channels must stay; empty if they can be removed.
         parts: the positions of channels that are split off or picked out; one channel of each part must stay.
         streams: why these channels stay unless their rule allows residual streams to go.
@@ -53,8 +53,8 @@ class ChannelMap:
     Attributes:
         groups: prunable groups, in graph order.
         frozen: groups whose channels stay, each with its reasons.
-        slots: the class of every index of every parameter and buffer axis.
-        ids: the label of every index of every parameter and buffer axis.
+        slots: the class of every index of every axis of a parameter, buffer or constant.
+        ids: the label of every index of these axes.
         met: for every label whether its elements meet those of another label in an operation.
         stays: the classes that must stay.
         grouped: by node and weight of a convolution, whether each channel is a group of its own.

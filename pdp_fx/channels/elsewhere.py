@@ -188,7 +188,7 @@ def _axis_read(size: Any) -> int | None:
 
 def _heed(record: Record, other: ChannelMap, gm: fx.GraphModule) -> None:
     """Tie what is tied in ``other``, freeze what stays there, and mask what must be masked there."""
-    slots = [slot for slot in record.slots if slot in other.slots]
+    slots = [slot for slot, ids in record.slots.items() if len(other.slots.get(slot, ())) == len(ids)]
     ids = concatenated(record.slots[slot].numpy() for slot in slots)
     classes = concatenated(other.slots[slot] for slot in slots)
     one_of = np.full(len(other.classes), -1)

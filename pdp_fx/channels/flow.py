@@ -216,10 +216,26 @@ class LabelFlow(TorchDispatchMode):
             self._aliases.add(tensor)
         self._layers[tensor] = layers
 
-    def _label_stored(self, name: str, tensor: Tensor) -> tuple[Layer, ...]:
+    def label_constant(self, node: str, tensor: Tensor) -> None:
+        """Label the axes of a constant that have no labels yet, so that it can lose what it meets.
+
+        Args:
+            node: the name of the node that makes it, alike at every call.
+            tensor: the constant; nothing happens if it is none, or shares its memory with others.
+        """
+        if not self.stored.is_constant(tensor) or self._aliases.shared(tensor):
+            return
+        layers = self.layers(tensor)
+        known = frozenset[int]().union(*(layer.support for layer in layers))
+        self.stored.shapes[f"%{node}"] = tuple(tensor.shape)
+        self.put(tensor, (*layers, *self._label_stored(f"%{node}", tensor, known)))
+
+    def _label_stored(
+        self, name: str, tensor: Tensor, known: frozenset[int] = frozenset()
+    ) -> tuple[Layer, ...]:
         layers: list[Layer] = []
         for axis, size in enumerate(tensor.shape):
-            if size > 1:
+            if size > 1 and axis not in known:
                 slot = Slot(name, axis)
                 self.record.slots[slot] = self.record.ties.fresh(size)
                 ids = shaped(self.record.slots[slot], axis, tensor.ndim)
@@ -336,11 +352,13 @@ class LabelFlow(TorchDispatchMode):
         if weight not in self.stored:
             return
         behind, inner = origins(layer), data in self.stored
-        made_by = [slot for slot in behind if slot.tensor not in self.stored.buffers]
+        made_by = [slot for slot in behind if slot.tensor in self.stored.parameters]
         if behind and not made_by:
-            made_by = list(behind)
-            why = f"{behind[0].tensor} is a buffer, which is not trained"
-            self.freeze(layer.ids, why, "make it a parameter")
+            made_by = [slot for slot in behind if not slot.constant]
+            kind = "buffer" if made_by else "constant"
+            self.freeze(
+                layer.ids, f"{behind[0].tensor} is a {kind}, which is not trained", "make it a parameter"
+            )
         self.record.producers += [Production(slot, layer.ids.reshape(-1), inner) for slot in made_by]
 
     def is_depthwise(self, weight: Tensor, groups: int, channels: int) -> bool:

@@ -72,7 +72,7 @@ def collect_groups(
     Classes that must stay form groups apart from those that may go.
 
     Args:
-        slots: the class of every index of every parameter and buffer axis.
+        slots: the class of every index of every axis of a parameter, buffer or constant.
         makes: the weight axes that produce channels.
         stays: the classes that must stay, each with a reason.
         parts: the classes of parts that are split off or picked out of channels.

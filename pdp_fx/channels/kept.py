@@ -58,6 +58,14 @@ def _after(place: fx.Node, call: Callable[..., Any], number: fx.Node, other: int
         return place.graph.call_function(call, (number, other))
 
 
+def placed_after(node: fx.Node, call: Callable[..., Any], *args: Any) -> fx.Node:
+    """A node behind ``node``, from the same place, that calls a function."""
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(call, args)
+    made.meta = {name: told for name, told in node.meta.items() if name != "shape"}
+    return made
+
+
 def placed_before(node: fx.Node, call: Any, *args: Any) -> fx.Node:
     """A node before ``node``, from the same place, that calls a method by its name or a function."""
     with node.graph.inserting_before(node):

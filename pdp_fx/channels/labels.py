@@ -23,10 +23,19 @@ def from_front(axis: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Slot:
-    """One axis of one parameter or buffer, by its qualified name."""
+    """One axis of one parameter or buffer, by its qualified name, or of a constant.
+
+    A constant is a tensor that the graph makes of nothing but fixed numbers, such as a range. It goes by the
+    name of its node, with a percent sign before it.
+    """
 
     tensor: str
     axis: int
+
+    @property
+    def constant(self) -> str:
+        """The node that makes the constant; empty for a parameter or buffer."""
+        return self.tensor[1:] if self.tensor.startswith("%") else ""
 
 
 @dataclass(frozen=True)

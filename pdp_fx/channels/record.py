@@ -153,7 +153,7 @@ class Record:
 
     Attributes:
         ties: all labels and their ties.
-        slots: the labels of every parameter and buffer axis that was read.
+        slots: the labels of every axis of a parameter, buffer or constant that was read.
         shapes: the shape of every parameter and buffer.
         producers: weight axes that produce new channels.
         weighing: parameter axes that are multiplied with data, directly or as part of a computed weight.

@@ -274,6 +274,11 @@ def _counts_fit(node: fx.Node, record: Record) -> bool:
     return any(map(record.values_of, node.all_input_nodes))
 
 
+def _constant_fits(node: fx.Node, record: Record) -> bool:
+    """Fits a constant that a number of channels is told for; what stays of it is chosen behind it."""
+    return not any(map(record.values_of, node.all_input_nodes))
+
+
 def _number_fits(node: fx.Node, record: Record) -> bool:
     """Fits a number of channels that becomes a tensor."""
     return len(node.args) == 1 and getattr(node.args[0], "name", "") in record.numbers
@@ -318,6 +323,7 @@ _NARROW, _PAD, _UNFLATTEN = (
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits, _chosen_varies), Rewrite(_groups)
 _COUNTED, _SCALED = Rewrite(_stays, _counts_fit), Rewrite(_scale)
 _REPEAT, _NUMBER = Rewrite(_stays, _repeat_fits), Rewrite(_stays, _number_fits)
+_CONSTANT = Rewrite(_stays, _constant_fits)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),
     Rewrite(_roll, _roll_fits, _chosen_varies),
@@ -340,6 +346,7 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
     "torchvision::deform_conv2d": Rewrite(_stays), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
     "squeeze_": _SQUEEZE, "repeat": _REPEAT, torch.tensor: _NUMBER,
+    torch.arange: _CONSTANT, torch.linspace: _CONSTANT, torch.logspace: _CONSTANT,
 }  # fmt: skip
 """The rewrites of functions and methods that have sizes or positions among their arguments."""
 

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.channels.labels import Slot
 from pdp_fx.channels.record import Call
 from pdp_fx.tracing.structure import flat_tensors
+
+aten = torch.ops.aten
 
 
 class Stored:
@@ -21,16 +24,15 @@ class Stored:
 
     Attributes:
         parameters: names of all parameters.
-        buffers: names of all buffers.
-        shapes: of both.
+        shapes: of these, of buffers, and of the constants that are labelled (`Slot`).
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.parameters = frozenset(name for name, _ in gm.named_parameters())
-        self.buffers = frozenset(name for name, _ in gm.named_buffers())
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._names: dict[int, str] = {}
         self._computed = WeakTensorKeyDictionary()
+        self._constant = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
         self._standing: list[Tensor] = []
         for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
@@ -44,19 +46,27 @@ class Stored:
         """The name of a parameter or buffer; empty for any other tensor."""
         return self._names.get(id(tensor), "")
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed from numbers only, in operations that have been followed."""
+        return bool(self._constant.get(tensor))
+
     def follow(self, call: Call) -> None:
         """Note whether the results of an operation are computed from stored tensors only."""
         sources = call.tensors()
-        stored = all(tensor in self for tensor in sources)
+        written_out = call.func is aten.lift_fresh.default and sources[0] not in self._computed
+        constant = written_out or all(map(self.is_constant, sources))
+        stored = written_out or all(tensor in self for tensor in sources)
         lost = {slot: None for tensor in sources for slot in self.lost_by(tensor)} if stored else {}
         for tensor in flat_tensors(call.result):
             self._computed[tensor] = stored
+            self._constant[tensor] = constant
             self._lost[tensor] = tuple(lost)
 
     def written(self, alias: Tensor, target: Tensor) -> None:
         """Note that ``target`` was written to, which shares memory with ``alias``."""
         if not self.name(alias):
             self._computed[alias] = alias in self and target in self
+            self._constant[alias] = self.is_constant(alias) and self.is_constant(target)
 
     def let_stand(self, value: Tensor, parameter: str) -> None:
         """Let a computed weight stand for a parameter."""
@@ -71,7 +81,7 @@ class Stored:
     def lose(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Note that the labels of parameter rows were lost on the way to a stored tensor."""
         if tensor in self:
-            self._lost[tensor] += tuple(s for s in slots if s.axis == 0 and s.tensor not in self.buffers)
+            self._lost[tensor] += tuple(s for s in slots if s.axis == 0 and s.tensor in self.parameters)
 
     def shares(self, weight: Tensor, behind: Sequence[Sequence[Slot]]) -> Mapping[str, float]:
         """The parameters that a weight consists of, with the share of each that is used.
@@ -83,7 +93,8 @@ class Stored:
         own = self.name(weight)
         if own:
             return {own: 1}
-        owners = [dict.fromkeys(slot.tensor for slot in slots) for slots in behind if slots]
+        named = ([slot.tensor for slot in slots if not slot.constant] for slots in behind)
+        owners = [dict.fromkeys(names) for names in named if names]
         names = [name for name in owners[0] if all(name in others for others in owners)] if owners else []
         sizes = {name: math.prod(self.shapes[name]) for name in names}
         if sum(sizes.values()) <= weight.numel():

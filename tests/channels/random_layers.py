@@ -69,6 +69,18 @@ class Buffered(nn.Module):
         return x * self.scale + self.shift
 
 
+class Tabled(nn.Module):
+    """A fixed scale and shift for each channel, made in forward."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(self.channels, dtype=x.dtype, device=x.device)
+        return x * (1 + place.sin().view(-1, 1, 1)) + 2.0 ** -place[:, None, None]
+
+
 class Adapted(nn.Linear):
     """A linear layer with a low-rank adapter."""
 
@@ -148,6 +160,7 @@ LAYERS: dict[str, Layer] = {
     "excite": (only("image"), lambda s, k: Excite(s[1])),
     "scaled": (only("image"), lambda s, k: Scaled(s[1])),
     "buffered": (only("image"), lambda s, k: Buffered(s[1])),
+    "tabled": (only("image"), lambda s, k: Tabled(s[1])),
     "residual": (only("image"), lambda s, k: Residual(s)),
     "linear": (_wide("vector"), lambda s, k: nn.Linear(s[1], WIDTHS[k])),
     "linear_norm": (

@@ -129,6 +129,10 @@ PURE: dict[str, Pure] = {
         lambda x, k: F.interpolate(x, scale_factor=2.0, mode="nearest"),
     ),
     "pad_pixels": (image(lambda c, s, k: (c, s + 2)), lambda x, k: F.pad(x, (1, 1, 1, 1), value=0.3 * k)),
+    "range_of_channels": (
+        only("image"),
+        lambda x, k: x * torch.linspace(0.5, 2, x.shape[1], dtype=x.dtype)[:, None, None],
+    ),
     "flip_pixels": (only("image"), lambda x, k: x.flip(3)),
     "triangle": (only("image", "tokens"), lambda x, k: x.tril(k)),
     "renorm": (only("image"), lambda x, k: x.renorm(2, 1, 1.0)),
