@@ -20,6 +20,14 @@ from pdp_fx.channels.kept import Kept, placed_before, scaled
 from pdp_fx.channels.record import Labelled, Record
 from pdp_fx.tracing.functions import NUMBER_HOMES
 
+JOINS = frozenset({"cat", "concat", "concatenate", "hstack"})
+"""Functions that join tensors, which may be parts of one, along an axis."""
+
+MERGES = frozenset(
+    {"view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "tile", "repeat_interleave"}
+)
+"""Functions and methods that may put axes together, or make copies of one as often as they are told."""
+
 
 class Counts:
     """The numbers of a graph whose channels are being removed.
@@ -134,6 +142,38 @@ def is_fixed(value: Labelled, axis: int) -> bool:
     """Whether an axis holds channels, each once, so that its size is the same at every call."""
     lines = [_line(layer.ids, axis) for layer in value.layers if axis in layer.support]
     return any(len(np.unique(line)) == line.size for line in lines)
+
+
+def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
+    """Whether an axis of the tensor that ``node`` returns is as long at every call.
+
+    It holds channels, each once, or it joins such axes, or it is such an axis of the tensor that it was made
+    of by an operation which leaves axes alone.
+    """
+    (value, *_) = record.values_of(node) or (Labelled((), ()),)
+    if is_fixed(value, axis):
+        return True
+    rank, sources = len(value.shape), [source for source in node.all_input_nodes if record.values_of(source)]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in JOINS:
+        joined: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        if joined in (axis, axis - rank):
+            return all(has_fixed_size(source, axis, record) for source in sources)
+    if name in MERGES:
+        return False
+    line = _line_along(value, axis)
+    return line is not None and any(
+        np.array_equal(line, _line_along(record.values_of(source)[0], place))
+        and has_fixed_size(source, place, record)
+        for source in sources
+        if (place := len(record.values_of(source)[0].shape) + axis - rank) >= 0
+    )
+
+
+def _line_along(value: Labelled, axis: int) -> np.ndarray | None:
+    """The labels along an axis, or None if it has none or those of several layers."""
+    lines = [_line(layer.ids, axis) for layer in value.layers if axis in layer.support]
+    return lines[0] if len(lines) == 1 else None
 
 
 def _is_even(value: Labelled, axis: int) -> bool:

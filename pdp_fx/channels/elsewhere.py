@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from pdp_fx.channels.channel_map import ChannelMap
-from pdp_fx.channels.counts import is_fixed
+from pdp_fx.channels.counts import JOINS, is_fixed
 from pdp_fx.channels.grouping import concatenated
 from pdp_fx.channels.labels import Reason, is_between_others
 from pdp_fx.channels.record import Labelled, Record
@@ -32,10 +32,6 @@ _log = logging.getLogger(__name__)
 
 ELSEWHERE = "on inputs of other sizes"
 """What is added to the reasons why channels stay that do not hold for the example itself."""
-
-
-JOINS = frozenset({"cat", "concat", "concatenate", "hstack"})
-"""Functions that join tensors, which may be parts of one, along an axis."""
 
 
 def heed_other_sizes(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from pdp_fx.channels.counts import is_fixed
+from pdp_fx.channels.counts import has_fixed_size
 from pdp_fx.channels.record import Record
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.weights.sources import asks_kind, asks_size
@@ -47,7 +47,7 @@ def _note_size(gm: fx.GraphModule, node: fx.Node, record: Record) -> None:
     if node.target == "dim" or asked == "ndim" or not values:
         return
     rank = len(values[0].shape)
-    channels = frozenset(axis for axis in range(rank) if is_fixed(values[0], axis))
+    channels = frozenset(axis for axis in range(rank) if has_fixed_size(source, axis, record))
     free = frozenset(range(rank)) - channels - _axes_of_weights(gm, source, rank)
     if node.target == "size" and isinstance(asked, int):
         free &= {asked % rank}

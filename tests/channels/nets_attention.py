@@ -387,6 +387,44 @@ class RotaryEverywhere(RotaryPositions):
         return torch.cat([before, super().turn(x, t), behind], -1)
 
 
+class RotaryInPart(QkvHardCoded):
+    """As much of a head is turned as the table of angles is wide, which is computed (Phi-3)."""
+
+    rate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * 2 * SIZE) for _ in range(3))
+        self.out = nn.Linear(HEADS * 2 * SIZE, WIDTH)
+        self.register_buffer("rate", torch.rand(SIZE // 2))
+
+    def angles(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], dtype=x.dtype)
+        rows = (self.rate[None, :, None] @ place[None, None, :]).transpose(1, 2)
+        return torch.cat([rows, rows], dim=-1)
+
+    def turn(self, x: Tensor, angle: Tensor) -> Tensor:
+        cos, sin = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
+        wide = cos.shape[-1]
+        turned, passed = x[..., :wide], x[..., wide:]
+        left, right = turned.chunk(2, -1)
+        return torch.cat([turned * cos + torch.cat([-right, left], -1) * sin, passed], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, HEADS, 2 * SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        angle = self.angles(x)
+        weight = (self.turn(q, angle) @ self.turn(k, angle).transpose(-2, -1) * 0.4).softmax(-1)
+        return x + self.out((weight @ v).transpose(1, 2).reshape(b, t, -1))
+
+
+class RotaryOfLength(RotaryInPart):
+    """The longer the sequence, the more of a head is turned."""
+
+    def angles(self, x: Tensor) -> Tensor:
+        return super().angles(x)[..., :1].repeat(1, 1, x.shape[1] // 2)
+
+
 class RelativePositions(QkvHardCoded):
     """A table gives a bias for every head and distance (Swin)."""
 
@@ -593,6 +631,8 @@ ATTENTION = (
     Construct(GroupedQueryFused, sequences(), removed=8),
     Construct(RotaryPositions, sequences(), removed=HEAD_PRUNING),
     Construct(RotaryEverywhere, sequences(), removed=HEAD_PRUNING),
+    Construct(RotaryInPart, sequences(), removed=2 * HEAD_PRUNING),
+    Construct(RotaryOfLength, sequences(), reason="is told sizes or positions of these channels"),
     Construct(RelativePositions, sequences(), removed=HEAD_PRUNING),
     Construct(RelativePositionsInTwoAxes, sequences(), removed=HEAD_PRUNING),
     Construct(QueryNorm, sequences(), removed=HEAD_PRUNING),

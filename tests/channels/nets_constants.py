@@ -163,7 +163,7 @@ class ScalesInTwoPlaces(nn.Module):
         return self.head(first).mean((2, 3)) + self.last(second).mean((2, 3))
 
 
-class ScaledWeight(Scales):
+class WeightTimesConstant(Scales):
     """The rows of a weight are scaled."""
 
     def act(self, x: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ CONSTANTS = (
     Construct(Scales, images(), removed=8),
     Construct(ScalesOfAll, images(), removed=8),
     Construct(ScalesInTwoPlaces, images(), removed=8),
-    Construct(ScaledWeight, images(), removed=8),
+    Construct(WeightTimesConstant, images(), removed=8),
     Construct(Chosen, images(), removed=8),
     Construct(Mixing, images(), removed=4, reason="contracted with values that have no channels"),
     Construct(MixedByTable, images(), removed=8),
