@@ -162,12 +162,15 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
     if name in MERGES:
         return False
     line = _line_along(value, axis)
-    return line is not None and any(
-        np.array_equal(line, _line_along(record.values_of(source)[0], place))
-        and has_fixed_size(source, place, record)
-        for source in sources
-        if (place := len(record.values_of(source)[0].shape) + axis - rank) >= 0
-    )
+    if line is None:
+        return False
+    for source in sources:
+        (given, *_) = record.values_of(source)
+        place = len(given.shape) + axis - rank
+        theirs = _line_along(given, place) if place >= 0 else None
+        if theirs is not None and np.array_equal(line, theirs) and has_fixed_size(source, place, record):
+            return True
+    return False
 
 
 def _line_along(value: Labelled, axis: int) -> np.ndarray | None:
