@@ -20,6 +20,7 @@ from pdp_fx.ops.kinds import kind_of
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, Inputs, example_call
 from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.replacing import ALONE
 from pdp_fx.weights.sources import stored_nodes
@@ -62,7 +63,7 @@ def matching(inputs: Inputs, model: nn.Module) -> Inputs:
     return tree_map(cast, inputs)
 
 
-class _Shapes(fx.Interpreter):
+class _Shapes(Interpreter):
     """Runs a graph and notes the shape of every tensor that a node returns."""
 
     def __init__(self, gm: fx.GraphModule) -> None:

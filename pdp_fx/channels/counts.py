@@ -7,6 +7,8 @@ below is one of nodes, so that it holds for all sizes, and not that of the examp
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.kept import Kept, placed_before, scaled
+from pdp_fx.channels.labels import from_front
 from pdp_fx.channels.record import Labelled, Record
 from pdp_fx.tracing.functions import NUMBER_HOMES
 
@@ -27,6 +30,45 @@ MERGES = frozenset(
     {"view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "tile", "repeat_interleave"}
 )
 """Functions and methods that may put axes together, or make copies of one as often as they are told."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a node reads of a tensor: the sizes of axes, or the product of all.
+
+    Attributes:
+        source: the node that returned the tensor.
+        value: the tensor's shape and labels.
+        axes: the axes whose sizes are read, counted from the front.
+        one: whether a single size was asked for.
+    """
+
+    source: fx.Node
+    value: Labelled
+    axes: tuple[int, ...]
+    one: bool
+
+
+def _read(node: fx.Node, values_of: Callable[[fx.Node], tuple[Labelled, ...] | None]) -> _Read | None:
+    """What a node reads of the shape of a tensor, or None for another node."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    asked: Any = None
+    if node.target == "size":
+        asked = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    elif not _is_product(node) and not (node.target is getattr and node.args[1] == "shape"):
+        return None
+    value = _first(values_of(source))
+    rank = len(value.shape)
+    if asked is None:
+        return _Read(source, value, tuple(range(rank)), one=False)
+    return _Read(source, value, (from_front(asked, rank),), one=True) if isinstance(asked, int) else None
+
+
+def _first(values: tuple[Labelled, ...] | None) -> Labelled:
+    """The first tensor that a node returned; one without axes if it returned none."""
+    return values[0] if values else Labelled((), ())
 
 
 class Counts:
@@ -60,13 +102,10 @@ class Counts:
         """
         if node.name not in self._changing:
             return node
-        read = _read(node)
+        read = _read(node, self._found.given)
         if read is not None:
-            source, axis = read
-            (value, *_) = self._found.given(source) or (Labelled((), ()),)
-            axes = range(len(value.shape)) if axis is None else (axis % len(value.shape),)
-            sizes = tuple(self._size_before(source, value, each, place) for each in axes)
-            return sizes[0] if axis is not None else _product(sizes, place) if _is_product(node) else sizes
+            sizes = tuple(self._size_before(read, axis, place) for axis in read.axes)
+            return sizes[0] if read.one else _product(sizes, place) if _is_product(node) else sizes
         if not is_arithmetic(node):
             return self._found.numbers[node.name]
         function: Any = node.target
@@ -76,25 +115,22 @@ class Counts:
         with place.graph.inserting_before(place):
             return place.graph.create_node("call_function", function, args)
 
-    def _size_before(self, source: fx.Node, value: Labelled, axis: int, place: fx.Node) -> Any:
-        kept = self._found.kept(value, self._gone)
-        if kept.changes(axis) and is_fixed(value, axis) and not self._found.alone:
-            return value.shape[axis]
-        now = placed_before(place, "size", source, axis)
-        return scaled(now, value.shape[axis], kept.size(axis)) if kept.changes(axis) else now
+    def _size_before(self, read: _Read, axis: int, place: fx.Node) -> Any:
+        kept, size = self._found.kept(read.value, self._gone), read.value.shape[axis]
+        if kept.changes(axis) and is_fixed(read.value, axis) and not self._found.alone:
+            return size
+        now = placed_before(place, "size", read.source, axis)
+        return scaled(now, size, kept.size(axis)) if kept.changes(axis) else now
 
     def ratio(self, node: fx.Node) -> Fraction | None:
         """By how much a number changes, whatever sizes it follows besides; None if it is not known."""
         if node.name not in self._changing:
             return Fraction(1)
-        read = _read(node)
+        read = _read(node, self._found.given)
         if read is not None:
-            source, axis = read
-            (value, *_) = self._found.given(source) or (Labelled((), ()),)
-            kept = self._found.kept(value, self._gone)
-            if axis is not None:
-                return _shrinkage(kept, axis % len(value.shape))
-            return _multiplied(_shrinkage(kept, a) for a in kept.stays) if _is_product(node) else None
+            kept = self._found.kept(read.value, self._gone)
+            known = read.one or _is_product(node)
+            return _multiplied(_shrinkage(kept, axis) for axis in read.axes) if known else None
         if node.target is operator.floordiv and self._is_whole(*node.args):
             return self.ratio(node.args[0])  # pyright: ignore[reportArgumentType]
         ratios = [self.ratio(arg) if isinstance(arg, fx.Node) else Fraction(1) for arg in node.args]
@@ -107,25 +143,20 @@ class Counts:
 
     def _is_whole(self, number: Any, parts: Any) -> bool:
         """Whether the size of an axis of channels divides into so many parts, now and before."""
-        read = _read(number) if isinstance(number, fx.Node) and isinstance(parts, int) else None
-        source, axis = read or (None, None)
-        if source is None or axis is None:
+        read = _read(number, self._found.given) if isinstance(number, fx.Node) else None
+        if read is None or not read.one or not isinstance(parts, int):
             return False
-        (value, *_) = self._found.given(source) or (Labelled((), ()),)
-        place, kept = axis % len(value.shape), self._found.kept(value, self._gone)
-        return is_fixed(value, place) and value.shape[place] % parts == kept.size(place) % parts == 0
+        (axis,), kept = read.axes, self._found.kept(read.value, self._gone)
+        return is_fixed(read.value, axis) and read.value.shape[axis] % parts == kept.size(axis) % parts == 0
 
 
 def recoverable(node: fx.Node, record: Record) -> bool:
     """Whether the number of ``node`` from before any channel is removed can be computed afterwards."""
     if node.name not in record.taint or not _varies(node, record):
         return True
-    read = _read(node)
+    read = _read(node, record.values_of)
     if read is not None:
-        source, axis = read
-        (value, *_) = record.values_of(source) or (Labelled((), ()),)
-        axes = range(len(value.shape)) if axis is None else (axis % len(value.shape),)
-        return all(is_fixed(value, each) or _is_even(value, each) for each in axes)
+        return all(is_fixed(read.value, axis) or _is_even(read.value, axis) for axis in read.axes)
     return is_arithmetic(node) and all(recoverable(source, record) for source in node.all_input_nodes)
 
 
@@ -150,7 +181,7 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
     It holds channels, each once, or it joins such axes, or it is such an axis of the tensor that it was made
     of by an operation which leaves axes alone.
     """
-    (value, *_) = record.values_of(node) or (Labelled((), ()),)
+    value = _first(record.values_of(node))
     if is_fixed(value, axis):
         return True
     rank, sources = len(value.shape), [source for source in node.all_input_nodes if record.values_of(source)]
@@ -165,7 +196,7 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
     if line is None:
         return False
     for source in sources:
-        (given, *_) = record.values_of(source)
+        given = _first(record.values_of(source))
         place = len(given.shape) + axis - rank
         theirs = _line_along(given, place) if place >= 0 else None
         if theirs is not None and np.array_equal(line, theirs) and has_fixed_size(source, place, record):
@@ -187,17 +218,6 @@ def _is_even(value: Labelled, axis: int) -> bool:
 
 def _line(ids: Any, axis: int) -> np.ndarray:
     return ids.movedim(axis, 0).flatten(1)[:, 0].numpy() if ids.ndim > 1 else ids.numpy()
-
-
-def _read(node: fx.Node) -> tuple[fx.Node, int | None] | None:
-    """The tensor whose size a node reads, and the axis; None stands for all axes, or for another node."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node):
-        return None
-    if node.target == "size":
-        asked: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        return (source, asked) if asked is None or isinstance(asked, int) else None
-    return (source, None) if _is_product(node) or node.target is getattr and node.args[1] == "shape" else None
 
 
 def _is_product(node: fx.Node) -> bool:

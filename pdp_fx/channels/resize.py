@@ -76,7 +76,7 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     if node.target in BY_NUMBER and flow.record.tells_varying(node):
         given = [layer for value in flow.record.values_of(node.args[0]) for layer in value.layers]
         _freeze_told(gm, node, flow, given)
-        _lose_labels(flow, result, [layer.ids for layer in given])
+        _lose(flow, result, given)
     rewrite = rewrite_of(gm, node)
     if rewrite is not None:
         _keep_varying(gm, node, flow, result, rewrite.varies(node, flow.record))
@@ -118,7 +118,7 @@ def _keep_varying(
         given = flow.record.values_of(node.args[0])
         along = [layer for value in given for layer in value.layers if layer.support & axes]
         _freeze_told(gm, node, flow, along)
-        _lose_labels(flow, result, [layer.ids for layer in along])
+        _lose(flow, result, along)
 
 
 def _freeze_told(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, told: Iterable[Layer]) -> None:
@@ -128,18 +128,12 @@ def _freeze_told(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, told: Itera
         flow.freeze(layer.ids, _why_not(gm, node), remedy)
 
 
-def _lose(flow: LabelFlow, result: Any, layers: list[Layer]) -> None:
-    """Remove these layers from the result: another call may choose other channels, or another order."""
-    for leaf in tree_leaves(result):
+def _lose(flow: LabelFlow, result: Any, lost: Iterable[Layer]) -> None:
+    """Remove layers with any of these labels from the result: another call may choose, or order, others."""
+    ids = [layer.ids for layer in lost]
+    for leaf in tree_leaves(result) if ids else ():
         if isinstance(leaf, Tensor):
-            flow.put(leaf, [each for each in flow.layers(leaf) if all(each is not layer for layer in layers)])
-
-
-def _lose_labels(flow: LabelFlow, result: Any, lost: list[Tensor]) -> None:
-    """Remove the layers with any of these labels from the result."""
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, Tensor):
-            kept = [e for e in flow.layers(leaf) if not any(torch.isin(e.ids, ids).any() for ids in lost)]
+            kept = [e for e in flow.layers(leaf) if not any(torch.isin(e.ids, each).any() for each in ids)]
             flow.put(leaf, kept)
 
 

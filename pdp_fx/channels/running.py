@@ -16,15 +16,15 @@ from pdp_fx.channels.record import Labelled
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
-from pdp_fx.tracing.structure import changeable
 from pdp_fx.tracing.unfused import unfused_attention
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
 
 
-class _FlowInterpreter(fx.Interpreter):
+class _FlowInterpreter(Interpreter):
     """Runs the graph and tells the flow which node is running."""
 
     def __init__(
@@ -63,11 +63,6 @@ class _FlowInterpreter(fx.Interpreter):
             pool_regions(self.flow, *self.fetch_args_kwargs_from_env(node), result)
             return result
         return self.run_unseen(node) if is_opaque(self.module, node) else super().run_node(node)
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as generated code would pass them: fx's immutable lists and dicts as plain ones."""
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return tuple(changeable(arg) for arg in args), {key: changeable(arg) for key, arg in kwargs.items()}
 
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a node whose code may act differently on other inputs: freeze all labels that go in."""

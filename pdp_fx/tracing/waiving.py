@@ -10,9 +10,9 @@ from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.functions import NUMBER_HOMES, acts_in_place
 from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.steps import LAYOUT
-from pdp_fx.tracing.structure import changeable
 from pdp_fx.tracing.verify import run
 
 _log = logging.getLogger(__name__)
@@ -58,17 +58,12 @@ def _is_number(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") in NUMBER_HOMES and not acts_in_place(node)
 
 
-class _Past(fx.Interpreter):
+class _Past(Interpreter):
     """Runs a graph past checks of sizes, and notes those that fail."""
 
     def __init__(self, gm: fx.GraphModule, failed: set[fx.Node]) -> None:
         super().__init__(gm)
         self.failed = failed
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as generated code would pass them, so that a dict is returned as one."""
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return tuple(map(changeable, args)), {key: changeable(arg) for key, arg in kwargs.items()}
 
     def run_node(self, n: fx.Node) -> Any:
         try:

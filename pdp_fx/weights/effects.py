@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.weights.sources import NOTHING, run_through, sources_of
 
 Values = dict[str, Tensor]
@@ -104,7 +105,7 @@ def _is_column(run: _Run, name: str, own: int, place: int, axis: int) -> bool:
     return torch.nonzero(zeros.any(dim=others)).reshape(-1).tolist() in ([], [place])
 
 
-class _Run(fx.Interpreter):
+class _Run(Interpreter):
     """Computes a weight; zeros in a parameter, as in new adapters, are replaced by other values."""
 
     def __init__(self, gm: fx.GraphModule, weight: fx.Node, sizes: Mapping[fx.Node, Any]) -> None:

@@ -11,6 +11,7 @@ from pdp_fx.channels.running import evaluating
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.functions import SIZES, acts_in_place
 from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.interpreting import Interpreter
 
 NOTHING: Mapping[fx.Node, Any] = {}
 
@@ -73,7 +74,7 @@ def asks_size(node: fx.Node) -> bool:
     return node.op == "call_method" and (node.target in SIZES or node.target == "dim")
 
 
-class _Sizes(fx.Interpreter):
+class _Sizes(Interpreter):
     """Notes what nodes that read sizes give."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -94,7 +95,7 @@ def sizes_read(gm: fx.GraphModule, inputs: Inputs) -> dict[fx.Node, Any]:
     return run.found
 
 
-def run_through(run: fx.Interpreter, nodes: list[fx.Node], known: Mapping[fx.Node, Any] = NOTHING) -> None:
+def run_through(run: Interpreter, nodes: list[fx.Node], known: Mapping[fx.Node, Any] = NOTHING) -> None:
     """Run the sources of a weight.
 
     A node that reads the dtype or device of a tensor outside the sources gets that of the parameters.
@@ -122,6 +123,6 @@ def computed(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
 
 def value_of(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
     """The value of a node that depends on no input, in the mode that the module is in."""
-    run = fx.Interpreter(gm, garbage_collect_values=False)
+    run = Interpreter(gm, garbage_collect_values=False)
     run_through(run, sources_of(weight))
     return run.env[weight]

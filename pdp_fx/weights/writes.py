@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.tracing.functions import acts_in_place, written_by
+from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import When, called_module
 from pdp_fx.tracing.steps import LAYOUT
 from pdp_fx.tracing.structure import tensors
@@ -75,7 +76,7 @@ def memory_written(
         acting: the nodes.
         stored: what is `stored_nodes` in it.
     """
-    run = fx.Interpreter(gm, garbage_collect_values=False)
+    run = Interpreter(gm, garbage_collect_values=False)
     found: dict[fx.Node, set[int]] = {}
     for node in acting:
         targets = [written for written in written_by(node) if written in stored]
