@@ -10,7 +10,7 @@ from pdp_fx.channels.labels import Layer, from_front, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import axis_layer
 from pdp_fx.channels.rules_joining import tie_across
-from pdp_fx.channels.rules_pointwise import lift
+from pdp_fx.channels.rules_pointwise import lift, pointwise
 
 aten = torch.ops.aten
 
@@ -141,6 +141,9 @@ def index_put(call: Call, flow: LabelFlow) -> None:
     """Whole slices are written to the positions of indices or a mask, such as the tokens of an expert."""
     into, indices, values = call.args[:3]
     chosen = {axis: index for axis, index in enumerate(indices) if index is not None}
+    if values.ndim == 0 and len(chosen) == 1 and all(map(_is_mask, chosen.values())):
+        _filled_where(call, *next(iter(chosen.items())), flow)
+        return
     flow.freeze_all(list(chosen.values()), CHOSEN)
     if len(chosen) > 1 and any(_is_mask(index) and index.ndim != 1 for index in chosen.values()):
         flow.freeze_all([into, values], CHOSEN)
@@ -152,7 +155,34 @@ def index_put(call: Call, flow: LabelFlow) -> None:
     lifted = lift(flow.layers(values), len(rest) + given)
     theirs = flow.all_without(lifted, frozenset(range(first, first + given)), CHOSEN)
     theirs = [_laid_on(layer, rest, into.ndim, range(first, first + given)) for layer in theirs]
+    if values.ndim == 0:
+        zero = _is_zero(values, flow)
+        theirs = [Layer(layer.ids, torch.full_like(layer.zero, zero), free=True) for layer in mine]
     flow.put(call.result, [_all_zero(merged, 2) for merged in tie_across([mine, theirs], flow)])
+
+
+def _filled_where(call: Call, axis: int, mask: Tensor, flow: LabelFlow) -> None:
+    """One number is written wherever a mask is True, whose axes are those from ``axis`` on."""
+    into, _, value = call.args[:3]
+    behind = into.ndim - axis - mask.ndim
+    wide = mask.reshape(*[1] * axis, *mask.shape, *[1] * behind)
+    shapes = [(1,) * axis + tuple(layer.ids.shape) + (1,) * behind for layer in flow.layers(mask)]
+    flow.put(
+        wide,
+        [
+            Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,), free=layer.free)
+            for layer, shape in zip(flow.layers(mask), shapes, strict=True)
+        ],
+    )
+    fill, written = (
+        (aten.masked_fill.Scalar, 0) if _is_zero(value, flow) else (aten.masked_fill.Tensor, value)
+    )
+    pointwise(Call(fill, (into, wide, written), {}, call.result), flow)
+
+
+def _is_zero(value: Tensor, flow: LabelFlow) -> bool:
+    """Whether a value of no axes is 0 at every call."""
+    return flow.stored.is_constant(value) and not flow.varies and bool(value == 0)
 
 
 def _is_mask(index: Tensor) -> bool:

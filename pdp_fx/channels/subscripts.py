@@ -62,6 +62,8 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     if len(lists) > 1:
         whole = not any(axis in labelled and _chooses(part) for part, axis in placed)
         return whole and not any(_is_wide_mask(part, record) for part in parts)
+    if _fills_where(node, record):
+        return True
     picked = {axis for part, axis in placed if _picks(part)} - varying_axes(node, record)
     among = [layer for layer in layers if layer.support & picked]
     return not among if node.target is operator.setitem else all(are_distinct(layer.ids) for layer in among)
@@ -83,11 +85,20 @@ def varying_axes(node: fx.Node, record: Record) -> frozenset[int]:
     source = node.args[0]
     values = record.values_of(source)
     parts = _parts(node)
-    if len(values) != 1:
+    if len(values) != 1 or _fills_where(node, record):
         return frozenset()
     rank = len(values[0].shape)
     varying = [axis for place, axis in _placed(parts, rank) if _is_varying(parts[place], record)]
     return frozenset(varying) | _spreads(parts, rank, record)
+
+
+def _fills_where(node: fx.Node, record: Record) -> bool:
+    """Whether a node writes one number wherever a mask is True; the mask follows the channels by itself."""
+    if node.target is not operator.setitem:
+        return False
+    (mask, *others), value = _parts(node), node.args[2]
+    one = not isinstance(value, fx.Node) or all(each.shape == () for each in record.values_of(value))
+    return one and getattr(mask, "name", "") in record.masks and not any(map(_chooses, others))
 
 
 def _bounds(part: Any) -> tuple[Any, ...]:
@@ -139,6 +150,9 @@ def subscript(node: fx.Node, job: Job) -> None:
     for place, axis in _placed(parts, len(source.value.shape)):
         part, at = parts[place], axis + _moved(parts[:place], job)
         bounds = _bounds(part) or (part,)
+        if node.target is operator.setitem and isinstance(part, fx.Node) and part.name not in job.numbers:
+            # A mask, which has lost what the channels have.
+            continue
         if not _chooses(part) or not source.changes(axis):
             continue
         size = source.value.shape[axis]

@@ -284,6 +284,35 @@ class NegativesSetToZero(Messages):
         return y
 
 
+class RowsSetToZero(Messages):
+    """A mask of whole rows, and numbers in the place of others."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        y = x * 1.0
+        y[super().summed(x, told).sum(-1) > 0.2] = 0
+        y[:, [0, 2]] = 0.3
+        y[:, self.targets[:1]] = 0
+        return y
+
+
+class SomeSetToNumber(Messages):
+    """A number is written wherever a tensor of as many channels is small."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        y = x * 1.0
+        y[super().summed(x, told) < 0.2] = 0.2
+        return y
+
+
+class PartsOfRowsSet(Messages):
+    """Of the rows of a mask only some channels are written to."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        y = x * 1.0
+        y[x[..., 0] > 0, :3] = 0
+        return y
+
+
 def graphs(batch: int) -> Inputs:
     """Nodes (batch + 3, 6), and the two ends of edges between them (2, 12), of which some are loops."""
     edges = torch.randint(0, batch + 3, (2, 12))
@@ -371,7 +400,10 @@ INDEXING = (
     Construct(IdleExpert, sequences(), reason="nothing of these channels is left"),
     Construct(WrittenByIndex, sequences(), removed=11),
     Construct(WrittenAcrossChannels, sequences(), removed=3, reason="chosen by an index"),
-    Construct(NegativesSetToZero, sequences(), removed=3),
+    Construct(NegativesSetToZero, sequences(), removed=7),
+    Construct(RowsSetToZero, sequences(), removed=11),
+    Construct(SomeSetToNumber, sequences(), removed=11),
+    Construct(PartsOfRowsSet, sequences(), removed=3, reason="told sizes or positions"),
     Construct(Convolution, graphs, removed=7),
     Construct(HeadsOfMessages, graphs, removed=12),
     Construct(FoundScores, sequences(), removed=4),
