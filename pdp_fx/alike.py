@@ -24,8 +24,11 @@ def pattern(names: Sequence[str]) -> str:
         >>> pattern(["block1.conv2", "block2.conv2", "block4.conv2"])
         'block{1-2,4}.conv2'
     """
-    columns = zip(*(map(int, NUMBER.findall(name)) for name in names), strict=True)
-    numbers = iter([_numbers(sorted(set(column))) for column in columns])
+    columns = [set(column) for column in zip(*map(NUMBER.findall, names), strict=True)]
+    # A number that is alike in all keeps its leading zeros.
+    numbers = iter(
+        [*column][0] if len(column) == 1 else _numbers(sorted(map(int, column))) for column in columns
+    )
     return NUMBER.sub(lambda _: next(numbers), names[0])
 
 

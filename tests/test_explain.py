@@ -9,6 +9,7 @@ from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
 from pdp_fx import NM, Channels, Explanation, PruneSpec, SpecError, StateError, Unstructured
+from pdp_fx.alike import pattern
 from pdp_fx.granularity import Rule, rule_text
 from tests.nets import at_once, net
 
@@ -234,3 +235,8 @@ def test_what_a_model_returns_beside_its_outputs_is_named() -> None:
     returned = "%output: the model returns these channels in"
     assert f"  hidden: {returned} states; have the model leave states out, if nobody needs it" in lines
     assert f"  head: {returned} logits" in lines
+
+
+def test_a_number_that_is_alike_in_all_names_keeps_its_zeros() -> None:
+    assert pattern(["01_net.py:4"]) == "01_net.py:4"
+    assert pattern(["01_net.py:4", "01_net.py:9"]) == "01_net.py:{4,9}"

@@ -209,6 +209,10 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         graph: the graph that was run.
         through_norms: whether residual streams that norms run over may go.
     """
+    masked = record.masked | frozenset(origins(*record.demands))
+    for behind, ids, reason in record.unmasked:
+        if not behind or behind & masked:
+            record.ties.freeze(ids, reason)
     classes = make_rectangular(record.grids, record.ties)
     for ids, axis, reason in record.counted:
         grid = classes[ids.numpy()]
@@ -240,7 +244,7 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         met=met,
         stays=distinct(concatenated(kept for kept, _ in stays)),
         grouped=record.grouped,
-        masked=record.masked | frozenset(origins(*record.demands)),
+        masked=masked,
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),
         shapes=record.shapes,

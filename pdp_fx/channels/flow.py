@@ -265,6 +265,15 @@ class LabelFlow(TorchDispatchMode):
         """Say that these labels must stay, because of the node that is running."""
         self.record.ties.freeze(ids, self._reason(why, remedy))
 
+    def keep_unmasked(self, layer: Layer, why: str, remedy: str = "") -> None:
+        """Say that no mask may make this layer's elements 0 here; where one must, the channels stay."""
+        self.record.unmasked.append((frozenset(origins(layer)), layer.ids, self._reason(why, remedy)))
+
+    def stays_unmasked(self, layers: Iterable[Layer]) -> bool:
+        """Whether a mask that makes these layers 0 would make others 0 that must not be, as far as known."""
+        behind = frozenset(origins(*layers)) if self.record.unmasked else frozenset[Slot]()
+        return any(behind & slots for slots, _, _ in self.record.unmasked)
+
     def _reason(self, why: str, remedy: str = "") -> Reason:
         return Reason(self.node, self.source, why, remedy)
 

@@ -159,6 +159,8 @@ class Record:
         weighing: parameter axes that are multiplied with data, directly or as part of a computed weight.
         contractions: products of stored weights, for counting multiply-accumulates.
         grouped: by node and weight of a convolution, whether each channel is a group of its own.
+        unmasked: (slots, labels, reason) where a mask on one of these parameter axes, or of a norm if there
+            are none, would make elements 0 that must not be.
         demands: layers that must be 0 where their channel is dropped.
         elsewhere: labels that must stay because of inputs of other sizes, with the reasons (`elsewhere`).
         grids: labels that lie along several axes.
@@ -185,6 +187,9 @@ class Record:
     weighing: set[Slot] = field(default_factory=set[Slot])
     contractions: list[Contraction] = field(default_factory=list[Contraction])
     grouped: dict[tuple[str, str], bool] = field(default_factory=dict[tuple[str, str], bool])
+    unmasked: list[tuple[frozenset[Slot], Tensor, Reason]] = field(
+        default_factory=list[tuple[frozenset[Slot], Tensor, Reason]]
+    )
     demands: list[Layer] = field(default_factory=list[Layer])
     elsewhere: list[tuple[np.ndarray, Reason]] = field(default_factory=list[tuple[np.ndarray, Reason]])
     grids: list[Tensor] = field(default_factory=list[Tensor])

@@ -194,9 +194,11 @@ def reduction(call: Call, flow: LabelFlow) -> None:
             continue
         moved = flow.without(layer, axes, why)
         if moved is not None:
-            kept.append(_reduced(moved, axes, keepdim, packet))
-    for result in results:
-        flow.put(result, kept)
+            kept.append(moved)
+    for place, result in enumerate(results):
+        # With the greatest or the least come their places.
+        vanishing = packet in _VANISHING or (packet in (aten.max, aten.min) and place == 0)
+        flow.put(result, [_reduced(layer, axes, keepdim, vanishing) for layer in kept])
 
 
 def _reduction_arguments(call: Call) -> tuple[Tensor, bool, frozenset[int]]:
@@ -207,17 +209,16 @@ def _reduction_arguments(call: Call) -> tuple[Tensor, bool, frozenset[int]]:
 
 _VANISHING = frozenset({
     aten.mean, aten.sum, aten.nansum, aten.amax, aten.amin, aten.aminmax, aten.linalg_vector_norm,
-    aten.count_nonzero,
+    aten.count_nonzero, aten.prod,
 })  # fmt: skip
 """Reductions of zeros that give zero."""
 
 
-def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, packet: Any) -> Layer:
+def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, vanishing: bool) -> Layer:
     ids, zero = layer.ids, layer.zero
     if not keepdim:
         shape = [size for axis, size in enumerate(ids.shape) if axis not in axes]
         ids, zero = ids.reshape(shape), zero.reshape(shape)
-    vanishing = packet in _VANISHING
     return Layer(ids, zero if vanishing else torch.zeros_like(zero), (layer,), free=layer.free)
 
 

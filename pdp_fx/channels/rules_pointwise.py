@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.in_place import out_of_place
@@ -193,8 +194,20 @@ def _merge(cluster: list[Member], call: Call, flow: LabelFlow) -> Layer:
         why = f"{call.func.overloadpacket.__name__} of 0 is no finite number"
         for _, layer in cluster:
             flow.freeze(layer.ids, why, BREAKS_REMEDY)
+    elif flagged and bends_at_zero(call, flagged):
+        # Masks belong behind it: no channel may be 0 here while the model trains.
+        zero = torch.zeros_like(zero)
+        why = (
+            f"{call.func.overloadpacket.__name__} has no finite gradient where a mask makes these channels 0"
+        )
+        for operand, layer in cluster:
+            if operand in flagged:
+                flow.keep_unmasked(layer, why, BREAKS_REMEDY)
     free = all(layer.free for _, layer in cluster)
-    return Layer(widest.ids.expand(shape), zero, tuple(sources[index] for index in needed), free=free)
+    needs = tuple(sources[index] for index in needed)
+    if bool(zero.any()) and flow.stays_unmasked(needs):
+        zero = torch.zeros_like(zero)
+    return Layer(widest.ids.expand(shape), zero, needs, free=free)
 
 
 def _zero_of(
@@ -230,6 +243,53 @@ def breaks_at_zero(call: Call, zeros: frozenset[int]) -> bool:
             _probed(call, frozenset(), 0.1).isfinite().all()
         )
     return False
+
+
+def bends_at_zero(call: Call, zeros: frozenset[int]) -> bool:
+    """Whether the gradient is not finite when these operands are 0, but elsewhere is, as that of a root.
+
+    Gradients need a thread of their own: below a dispatch mode, autograd is passed over.
+    """
+    leaves = tree_leaves((call.args, call.kwargs))
+    told = (str(leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    key = (call.func, zeros, *told)
+    if key not in _BENDS:
+        with contextlib.suppress(RuntimeError, TypeError, ValueError), ThreadPoolExecutor(1) as apart:
+            _BENDS[key] = apart.submit(_bends, call, zeros).result()
+    return _BENDS.setdefault(key, False)
+
+
+_BENDS: dict[tuple[Any, ...], bool] = {}
+"""What was found of operations, with the types of their operands and their numbers."""
+
+
+def _bends(call: Call, zeros: frozenset[int]) -> bool:
+    return _has_gradient(call, zeros, 1.0) and not _has_gradient(call, zeros, 0.0)
+
+
+def _has_gradient(call: Call, among: frozenset[int], scale: float) -> bool:
+    """Whether the gradients by these operands, which are small numbers times ``scale``, are finite."""
+    seen, leaves = -1, list[Tensor]()
+
+    def probe(leaf: Any) -> Any:
+        nonlocal seen
+        if not isinstance(leaf, Tensor):
+            return leaf
+        seen += 1
+        values = torch.linspace(0.1, 0.9, 16) * (scale if seen in among else 1.0)
+        if leaf.dtype == torch.bool:
+            return torch.arange(16) % (2 + seen) == 0
+        made = values.to(leaf.dtype)
+        if seen in among and made.is_floating_point():
+            leaves.append(made.requires_grad_())
+        return made
+
+    args, kwargs = tree_map(probe, (call.args, call.kwargs))
+    result = out_of_place(call.func)(*args, **kwargs)
+    if not leaves or not result.requires_grad:
+        return True
+    gradients = torch.autograd.grad(result.sum(), leaves, materialize_grads=True)
+    return all(bool(each.isfinite().all()) for each in gradients)
 
 
 def vanishes(call: Call, zeros: frozenset[int], varies: bool = False) -> bool:

@@ -35,6 +35,44 @@ class LogarithmOfChannels(Between):
         return self.head(F.relu(self.mid(self.stem(x).abs().log())))
 
 
+class RootMeanSquare(Between):
+    """The gradient of a root is infinite at 0, so a mask has to be behind it."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * x.pow(2).mean((2, 3), keepdim=True).sqrt()
+
+
+class SignedRoot(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(F.relu(self.mid(torch.where(x > 0, 1.0, -1.0) * x.abs().sqrt())))
+
+
+class LengthsOfVectors(Between):
+    """A channel is the length of a vector of two."""
+
+    def act(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(1, (4, 2)).pow(2).sum(2).sqrt()
+        return torch.cat([parts, parts.add(1e-3).sqrt()], 1)
+
+
+class RootBesideProduct(Between):
+    """What is behind a root is also multiplied with itself, where dropped channels have to be 0."""
+
+    def act(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2)
+        alike = (tokens.mT @ tokens).softmax(-1)
+        return x.square().sqrt() + (tokens @ alike).view(x.shape)
+
+
+class GreatestOfTwo(Between):
+    """The greatest of numbers that are 0 is 0, by either spelling."""
+
+    def act(self, x: Tensor) -> Tensor:
+        tokens = torch.stack([x, 2 * x], -1).max(-1)[0].flatten(2)
+        return (tokens @ (tokens.mT @ tokens).softmax(-1)).view(x.shape)
+
+
 class PlacesAreCounted(Between):
     """Where the greatest numbers of a channel are is not 0 where the numbers are."""
 
@@ -447,6 +485,11 @@ class RepeatedKernel(Between):
 
 REFUSALS = (
     Construct(RepeatedKernel, images(), removed=3, reason="their kernels in a depthwise convolution"),
+    Construct(RootMeanSquare, images(), removed=7),
+    Construct(SignedRoot, images(), removed=7),
+    Construct(LengthsOfVectors, images(), removed=7),
+    Construct(RootBesideProduct, images(), removed=3, reason="no finite gradient where a mask"),
+    Construct(GreatestOfTwo, images(), removed=7),
     Construct(ChooseEntries, images(), removed=3, reason="these values choose"),
     Construct(SoftmaxOverChannels, images(), removed=3, reason="softmax runs over these channels"),
     Construct(LocalResponseNorm, images(), removed=3, reason="over these channels"),
