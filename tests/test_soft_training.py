@@ -5,13 +5,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdp_fx import (
-    Channels,
-    Unstructured,
-)
+from pdp_fx import Channels, PruneSpec, Schedule, Unstructured, convert, prepare, step
 from pdp_fx.granularity import Rule
 from pdp_fx.ops.soft_mask import soft_mask_value
 from pdp_fx.ops.threshold import threshold
+from pdp_fx.spec import Forward
 from tests.nets import (
     RULES,
     at_once,
@@ -90,3 +88,32 @@ def test_soft_masks_are_soft_and_hard_masks_hard(rule: Rule) -> None:
         soft = mask.values(*weights)
         assert ((soft > 0.01) & (soft < 0.99)).any(), name
         assert int((~mask.pruned(*weights)).sum()) == mask.pruned(*weights).numel() - counts(prepared)[name]
+
+
+class Lengths(nn.Module):
+    """Hidden channels are lengths of vectors; the gradient of a root is infinite at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors, self.head = nn.Linear(5, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.vectors(x).unflatten(1, (8, 3)).square().sum(2).sqrt())
+
+
+@pytest.mark.parametrize("forward", ["soft", "hard"])
+def test_masks_leave_gradients_finite_where_a_root_follows(forward: Forward) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 5)
+    spec = PruneSpec(Channels(ratio=0.5), schedule=Schedule(start=0, epsilon=0.5), forward=forward)
+    prepared = prepare(Lengths(), spec, x)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.1)
+    for _ in range(6):
+        optimizer.zero_grad()
+        prepared(x).square().mean().backward()
+        optimizer.step()
+        step(prepared)
+    assert all(bool(parameter.isfinite().all()) for parameter in prepared.parameters())
+    small = convert(prepared)
+    assert small.get_parameter("head.weight").shape == (4, 4)
+    assert small(x).allclose(prepared.eval()(x), atol=1e-6)
