@@ -24,7 +24,7 @@ def factory(call: Call, flow: LabelFlow) -> None:
     if result.numel() < 2 or not bool((result == first).all()):
         flow.put(result, ())
         return
-    zero = bool(first == 0)
+    zero = bool(first == 0) and _stays_zero(call, flow)
     flow.put(result, [free_layer(result, axis, zero, flow) for axis, n in enumerate(result.shape) if n > 1])
 
 
@@ -32,8 +32,14 @@ def factory(call: Call, flow: LabelFlow) -> None:
 def like(call: Call, flow: LabelFlow) -> None:
     """A constant or uninitialised tensor in the shape of another carries the other's channels."""
     zero = call.func.overloadpacket is not aten.empty_like and bool((call.result == 0).all())
+    zero = zero and _stays_zero(call, flow)
     layers = flow.layers(call.args[0])
     flow.put(call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero)) for layer in layers])
+
+
+def _stays_zero(call: Call, flow: LabelFlow) -> bool:
+    """Whether what is filled with 0 is so at the next call, too: by a number that is told if none varies."""
+    return call.func.overloadpacket in (aten.zeros, aten.new_zeros, aten.zeros_like) or not flow.varies
 
 
 @rule(aten.empty, aten.new_empty, aten.empty_strided)
@@ -68,7 +74,9 @@ def drawn(call: Call, flow: LabelFlow) -> None:
 @rule(aten.zero_, aten.fill_)
 def filled(call: Call, flow: LabelFlow) -> None:
     """Filling with one value keeps the channels; only filled with zeros is it 0 for dropped channels."""
-    zero = call.func.overloadpacket is aten.zero_ or (call.func is aten.fill_.Scalar and call.args[1] == 0)
+    zero = call.func.overloadpacket is aten.zero_ or (
+        call.func is aten.fill_.Scalar and call.args[1] == 0 and not flow.varies
+    )
     layers = flow.layers(call.args[0])
     flow.put(
         call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero), layer.needs) for layer in layers]

@@ -156,8 +156,8 @@ def index_put(call: Call, flow: LabelFlow) -> None:
     theirs = flow.all_without(lifted, frozenset(range(first, first + given)), CHOSEN)
     theirs = [_laid_on(layer, rest, into.ndim, range(first, first + given)) for layer in theirs]
     if values.ndim == 0:
-        zero = _is_zero(values, flow)
-        theirs = [Layer(layer.ids, torch.full_like(layer.zero, zero), free=True) for layer in mine]
+        # A number that is 0 now may be another at the next call.
+        theirs = [Layer(layer.ids, torch.zeros_like(layer.zero), free=True) for layer in mine]
     flow.put(call.result, [_all_zero(merged, 2) for merged in tie_across([mine, theirs], flow)])
 
 
@@ -174,15 +174,7 @@ def _filled_where(call: Call, axis: int, mask: Tensor, flow: LabelFlow) -> None:
             for layer, shape in zip(flow.layers(mask), shapes, strict=True)
         ],
     )
-    fill, written = (
-        (aten.masked_fill.Scalar, 0) if _is_zero(value, flow) else (aten.masked_fill.Tensor, value)
-    )
-    pointwise(Call(fill, (into, wide, written), {}, call.result), flow)
-
-
-def _is_zero(value: Tensor, flow: LabelFlow) -> bool:
-    """Whether a value of no axes is 0 at every call."""
-    return flow.stored.is_constant(value) and not flow.varies and bool(value == 0)
+    pointwise(Call(aten.masked_fill.Tensor, (into, wide, value), {}, call.result), flow)
 
 
 def _is_mask(index: Tensor) -> bool:

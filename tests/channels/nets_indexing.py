@@ -304,6 +304,24 @@ class SomeSetToNumber(Messages):
         return y
 
 
+class RowsSetByLength(Messages):
+    """What is written is 0 only for sequences as long as that of the example."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        number = torch.tensor(float(x.shape[1] - 5), dtype=x.dtype)
+        y, z = x * 1.0, x * 1.0
+        y[x.sum(-1) > 0.2] = number
+        z[:, [0, 2]] = number
+        return y + z
+
+
+class FilledByLength(Messages):
+    """A tensor is full of a number that is 0 only for sequences as long as that of the example."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        return torch.full((8,), float(x.shape[1] - 5), dtype=x.dtype)
+
+
 class PartsOfRowsSet(Messages):
     """Of the rows of a mask only some channels are written to."""
 
@@ -403,6 +421,8 @@ INDEXING = (
     Construct(NegativesSetToZero, sequences(), removed=7),
     Construct(RowsSetToZero, sequences(), removed=11),
     Construct(SomeSetToNumber, sequences(), removed=11),
+    Construct(RowsSetByLength, sequences(), removed=7),
+    Construct(FilledByLength, sequences(), removed=7),
     Construct(PartsOfRowsSet, sequences(), removed=3, reason="told sizes or positions"),
     Construct(Convolution, graphs, removed=7),
     Construct(HeadsOfMessages, graphs, removed=12),
