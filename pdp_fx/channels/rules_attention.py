@@ -2,7 +2,8 @@
 
 A batched product contracts two activations. If channels lie along both a batch axis and a matrix axis (heads
 and the dimensions inside a head), the labels are tied along the matrix axis, so that whole heads are kept or
-dropped.
+dropped. If they lie along both axes of a matrix, as where a layer makes a weight for each example, what can
+go is contracted channels if both operands have some, else those that the product puts out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, compress, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import along, consume, count_product
+from pdp_fx.channels.rules_layout import keep_single
 from pdp_fx.channels.rules_pointwise import put_sum
 
 aten = torch.ops.aten
@@ -25,16 +27,26 @@ FUSED = (
 )  # fmt: skip
 
 
-def heads_first(tensor: Tensor, heads: int, flow: LabelFlow) -> list[Layer]:
-    """The layers of ``tensor``; those along the axis ``heads`` and another one become whole heads."""
+def matrix_layers(tensor: Tensor, heads: int, order: tuple[int, ...], flow: LabelFlow) -> list[Layer]:
+    """The layers of a stack of matrices, of which each is left along one axis.
+
+    What lies along the axis ``heads`` and another one becomes whole heads. Other labels that lie along
+    several axes, as those of a matrix that a layer makes, are tied until they change along one: the first
+    of ``order`` that they have.
+    """
     why = "these channels lie along two axes of a matrix"
     layers: list[Layer] = []
     for layer in flow.layers(tensor):
-        keep = {heads} if heads in layer.support else {min(layer.support)}
-        moved = flow.without(layer, layer.support - keep, why)
+        keep = next(axis for axis in (heads, *order, min(layer.support)) if axis in layer.support)
+        moved = flow.without(layer, layer.support - {keep}, why)
         if moved is not None:
             layers.append(moved)
     return layers
+
+
+def _has(tensor: Tensor, axis: int, flow: LabelFlow) -> bool:
+    """Whether channels lie along an axis of a tensor."""
+    return any(axis in layer.support for layer in flow.layers(tensor))
 
 
 def _vector(layer: Layer | None) -> Layer | None:
@@ -46,7 +58,9 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
     """(B, n, k) times (B, k, m): batch labels agree, k is contracted, n and m stay."""
     added = call.args[0] if call.func.overloadpacket is aten.baddbmm else None
     left_tensor, right_tensor = call.args[-2:] if added is None else call.args[1:3]
-    left, right = (heads_first(tensor, 0, flow) for tensor in (left_tensor, right_tensor))
+    contracted = _has(left_tensor, 2, flow) and _has(right_tensor, 1, flow)
+    left = matrix_layers(left_tensor, 0, (2, 1) if contracted else (1, 2), flow)
+    right = matrix_layers(right_tensor, 0, (1, 2) if contracted else (2, 1), flow)
     consume(_vector(along(left, 2)), _vector(along(right, 1)), flow)
     rows, columns = along(left, 1), along(right, 2)
     if rows is not None:
@@ -111,7 +125,9 @@ def attention(call: Call, flow: LabelFlow) -> None:
     """Heads of q, k and v go together; the dimensions of q and k are contracted."""
     result = call.result[0] if isinstance(call.result, (tuple, list)) else call.result
     head, token, inner = (result.ndim - 3, result.ndim - 2, result.ndim - 1)
-    query, key, value = (heads_first(tensor, head, flow) for tensor in call.args[:3])
+    contracted = all(_has(tensor, inner, flow) for tensor in call.args[:2])
+    query = matrix_layers(call.args[0], head, (inner, token) if contracted else (token, inner), flow)
+    key, value = (matrix_layers(tensor, head, (inner, token), flow) for tensor in call.args[1:3])
     for name, layers, stays in (
         ("query", query, {head, token, inner}),
         ("key", key, {head, inner}),
@@ -179,4 +195,5 @@ def glu(call: Call, flow: LabelFlow) -> None:
         flow.tie(value, gate)
         ids, zero = compress(value, layer.zero.chunk(2, axis)[0])
         kept.append(Layer(ids, zero, (layer,)))
+        keep_single(layer, kept[-1], flow)
     flow.put(call.result, kept)

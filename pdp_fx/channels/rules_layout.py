@@ -267,6 +267,7 @@ def pixel_shuffle(call: Call, flow: LabelFlow) -> None:
             shape = [*kept.ids.shape[:axis], blocks, -1, *kept.ids.shape[axis + 1 :]]
             ids, zero = kept.ids.reshape(shape), kept.zero.reshape(shape)
             kept = Layer(ids.select(axis + 1, 0), zero.all(dim=axis + 1), (layer,))
+            keep_single(layer, kept, flow)
         if kept is not None:
             layers.append(kept)
     flow.put(call.result, layers)
@@ -301,7 +302,14 @@ def col2im(call: Call, flow: LabelFlow) -> None:
             ids, zero = (t.unflatten(rows, (-1, kernel)) for t in (ids, zero))
             ids, zero = ids.select(rows + 1, 0), zero.all(dim=rows + 1)
         layers.append(Layer(ids.unsqueeze(-1), zero.unsqueeze(-1), (kept,)))
+        keep_single(kept, layers[-1], flow)
     flow.put(call.result, layers)
+
+
+def keep_single(before: Layer, after: Layer, flow: LabelFlow) -> None:
+    """Freeze channels all of which make up one, as in the last layer of a net that enlarges grey images."""
+    if before.support and not after.support:
+        flow.freeze(before.ids, "all of these channels together are one, and one must stay")
 
 
 def tie_blocks(call: Call, axis: int, blocks: int, across: bool, flow: LabelFlow) -> None:

@@ -9,6 +9,7 @@ from tests.channels.nets_convolutions import CONVOLUTIONS
 from tests.channels.nets_indexing import INDEXING
 from tests.channels.nets_layout import LAYOUT
 from tests.channels.nets_norms import NORMS
+from tests.channels.nets_products import PRODUCTS
 from tests.channels.nets_refusals import REFUSALS
 from tests.channels.nets_regions import REGIONS
 from tests.channels.nets_reshaping import RESHAPING
@@ -25,6 +26,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *LAYOUT,
     *RESHAPING,
     *ATTENTION,
+    *PRODUCTS,
     *ALIASING,
     *NORMS,
     *UNMOVED,

@@ -226,7 +226,7 @@ CONSTANTS = (
     Construct(ScalesInTwoPlaces, images(), removed=8),
     Construct(WeightTimesConstant, images(), removed=8),
     Construct(Chosen, images(), removed=8),
-    Construct(Mixing, images(), removed=4, reason="contracted with values that have no channels"),
+    Construct(Mixing, images(), removed=8),
     Construct(MixedByTable, images(), removed=8),
     Construct(MixedBesideItself, images(), removed=4, reason="is a constant, which is not trained"),
     Construct(OfImageSize, images(), removed=4, reason="values that have none"),

@@ -361,6 +361,28 @@ class ReturnsFeatures(nn.Module):
         return self.head(F.relu(self.mid(features))), {"features": features}
 
 
+class EnlargesGreyImages(nn.Module):
+    """All channels of the last layer become the pixels of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = conv_bn(3, 8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pixel_shuffle(self.head(F.relu(self.stem(x))), 2)
+
+
+class FoldsIntoOne(EnlargesGreyImages):
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (2 * x.shape[2], 2 * x.shape[3])
+        return F.fold(self.head(F.relu(self.stem(x))).flatten(2), sizes, 2, stride=2)
+
+
+class GatedIntoOne(EnlargesGreyImages):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.glu(F.glu(self.head(F.relu(self.stem(x))), 1), 1)
+
+
 class Lstm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -525,6 +547,9 @@ REFUSALS = (
     Construct(PlacesAreCounted, images(), removed=3, reason="a dropped channel is not 0"),
     Construct(NormOverTwoAxes, images(), removed=3, reason="mean runs over these channels"),
     Construct(CopiesByTensor, images(), removed=3, reason="repeat_interleave is told sizes"),
+    Construct(EnlargesGreyImages, images(), removed=4, reason="together are one"),
+    Construct(FoldsIntoOne, images(), removed=4, reason="together are one"),
+    Construct(GatedIntoOne, images(), removed=4, reason="together are one"),
     Construct(Lstm, sequences(), removed=3, reason="LSTM"),
     Construct(Gru, sequences(), removed=3, reason="GRU"),
     Construct(BilinearLayer, sequences(), reason="no channel rule for _trilinear"),
