@@ -81,6 +81,16 @@ def _copied_into(a: Tensor, b: Tensor) -> Tensor:
     return a
 
 
+def _dots(rows: Tensor) -> Tensor:
+    return (rows @ rows.transpose(1, 2)).flatten(1) * 0.3
+
+
+def _through_made(a: Tensor, b: Tensor) -> Tensor:
+    """The last axis of a, contracted with a matrix that b is for each example."""
+    matrix = b.view(b.shape[0], a.shape[-1], -1)
+    return a @ matrix if a.ndim == 3 else (a[:, None] @ matrix)[:, 0]
+
+
 def _folded(shape: Shape, knob: int) -> Shape | None:
     """Tokens that form a square."""
     size = round(shape[2] ** 0.5)
@@ -183,6 +193,10 @@ PURE: dict[str, Pure] = {
     ),
     "flatten": (_flat, lambda x, k: x.flatten(1)),
     "flatten_last": (_flat, lambda x, k: x.permute(0, 2, 3, 1).reshape(x.shape[0], -1)),
+    "dots": (
+        lambda shape, k: ("vector", 4, 1) if shape[0] == "vector" and shape[1] % 2 == 0 else None,
+        lambda x, k: _dots(x.view(x.shape[0], 2, -1)),
+    ),
     "to_pixels": (
         lambda shape, k: ("image", shape[1] // 4, 2) if shape[0] == "vector" and shape[1] % 4 == 0 else None,
         lambda x, k: x.view(x.shape[0], -1, 2, 2),
@@ -219,6 +233,11 @@ def _mixed(a: Shape, b: Shape) -> Shape | None:
     return ("tokens", b[1], a[2]) if a[0] == b[0] == "tokens" and a[1] == b[2] else None
 
 
+def _made(a: Shape, b: Shape) -> Shape | None:
+    fits = a[0] in ("tokens", "vector") and b[0] == "vector" and b[1] % a[1] == 0
+    return (a[0], b[1] // a[1], a[2]) if fits else None
+
+
 def _cat(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a, b], -1 if a.ndim == 3 else 1)
 
@@ -253,6 +272,7 @@ JOINS: dict[str, Join] = {
     "gate": (_gated, lambda a, b: a * torch.sigmoid(b)[:, :, None, None]),
     "scores": (_matched, lambda a, b: (a @ b.transpose(1, 2) * 0.3).softmax(-1)),
     "weighted": (_mixed, lambda a, b: a @ b),
+    "through_made": (_made, _through_made),
 }
 
 
