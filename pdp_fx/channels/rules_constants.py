@@ -37,9 +37,13 @@ def like(call: Call, flow: LabelFlow) -> None:
     flow.put(call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero)) for layer in layers])
 
 
+_ZEROS = frozenset({aten.zeros, aten.new_zeros, aten.zeros_like, aten.zero_})
+"""Operations that fill with 0 without being told."""
+
+
 def _stays_zero(call: Call, flow: LabelFlow) -> bool:
     """Whether what is filled with 0 is so at the next call, too: by a number that is told if none varies."""
-    return call.func.overloadpacket in (aten.zeros, aten.new_zeros, aten.zeros_like) or not flow.varies
+    return call.func.overloadpacket in _ZEROS or not flow.varies
 
 
 @rule(aten.empty, aten.new_empty, aten.empty_strided)
@@ -74,9 +78,8 @@ def drawn(call: Call, flow: LabelFlow) -> None:
 @rule(aten.zero_, aten.fill_)
 def filled(call: Call, flow: LabelFlow) -> None:
     """Filling with one value keeps the channels; only filled with zeros is it 0 for dropped channels."""
-    zero = call.func.overloadpacket is aten.zero_ or (
-        call.func is aten.fill_.Scalar and call.args[1] == 0 and not flow.varies
-    )
+    zero = call.func.overloadpacket is aten.zero_ or (call.func is aten.fill_.Scalar and call.args[1] == 0)
+    zero = zero and _stays_zero(call, flow)
     layers = flow.layers(call.args[0])
     flow.put(
         call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero), layer.needs) for layer in layers]

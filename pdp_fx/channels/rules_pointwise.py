@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.in_place import out_of_place
@@ -221,8 +221,8 @@ def _zero_of(
     zero = torch.zeros_like(flags[0])
     best: tuple[int, ...] = tuple(range(len(operands)))
     found = False
-    for count in range(1, len(operands) + 1):
-        for chosen in combinations(range(len(operands)), count):
+    for taken in range(1, len(operands) + 1):
+        for chosen in combinations(range(len(operands)), taken):
             zeros = frozenset(operands[index] for index in chosen)
             if not vanishes(call, zeros, varies) or not vanishes(call, zeros | flagged, varies):
                 continue
@@ -269,22 +269,17 @@ def _bends(call: Call, zeros: frozenset[int]) -> bool:
 
 def _has_gradient(call: Call, among: frozenset[int], scale: float) -> bool:
     """Whether the gradients by these operands, which are small numbers times ``scale``, are finite."""
-    seen, leaves = -1, list[Tensor]()
+    leaves: list[Tensor] = []
 
-    def probe(leaf: Any) -> Any:
-        nonlocal seen
-        if not isinstance(leaf, Tensor):
-            return leaf
-        seen += 1
-        values = torch.linspace(0.1, 0.9, 16) * (scale if seen in among else 1.0)
-        if leaf.dtype == torch.bool:
-            return torch.arange(16) % (2 + seen) == 0
-        made = values.to(leaf.dtype)
-        if seen in among and made.is_floating_point():
+    def probe(operand: int, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.bool:
+            return torch.arange(16) % (2 + operand) == 0
+        made = (torch.linspace(0.1, 0.9, 16) * (scale if operand in among else 1.0)).to(dtype)
+        if operand in among and made.is_floating_point():
             leaves.append(made.requires_grad_())
         return made
 
-    args, kwargs = tree_map(probe, (call.args, call.kwargs))
+    args, kwargs = _with_probes(call, probe)
     result = out_of_place(call.func)(*args, **kwargs)
     if not leaves or not result.requires_grad:
         return True
@@ -322,19 +317,21 @@ def _probed(call: Call, zeros: frozenset[int], least: float, most: float = 0.9) 
     A negative number times a mask of 0 is -0.0, so 0.0 and -0.0 are tried in all combinations, for up to four
     operands.
     """
-    seen, order = -1, sorted(zeros)
+    order = sorted(zeros)
 
-    def probe(leaf: Any) -> Any:
-        nonlocal seen
-        if not isinstance(leaf, Tensor):
-            return leaf
-        seen += 1
-        if seen in zeros:
-            negative = torch.arange(16) >> order.index(seen) & 1
-            return (negative * -0.0).to(leaf.dtype)
-        if leaf.dtype == torch.bool:
-            return torch.arange(16) % (2 + seen) == 0
-        return (torch.linspace(least, most, 16) * (1 + seen)).to(leaf.dtype)
+    def probe(operand: int, dtype: torch.dtype) -> Tensor:
+        if operand in zeros:
+            negative = torch.arange(16) >> order.index(operand) & 1
+            return (negative * -0.0).to(dtype)
+        if dtype == torch.bool:
+            return torch.arange(16) % (2 + operand) == 0
+        return (torch.linspace(least, most, 16) * (1 + operand)).to(dtype)
 
-    args, kwargs = tree_map(probe, (call.args, call.kwargs))
+    args, kwargs = _with_probes(call, probe)
     return call.func(*args, **kwargs)
+
+
+def _with_probes(call: Call, probe: Callable[[int, torch.dtype], Tensor]) -> tuple[Any, Any]:
+    """The arguments of a call, with what ``probe`` makes for each operand, by its number and its type."""
+    numbers = count()
+    return tree_map_only(Tensor, lambda leaf: probe(next(numbers), leaf.dtype), (call.args, call.kwargs))
