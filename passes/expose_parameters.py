@@ -16,6 +16,7 @@ from torch import fx, nn
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import trial
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import attribute, kind_of, named_modules, owned_names
@@ -23,7 +24,8 @@ from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_module
-from pdp_fx.weights.writes import idle_in_eval, read_to_write, writes
+from pdp_fx.weights.without_gradients import part_to_leave, switches_off
+from pdp_fx.weights.writes import Writes, idle_in_eval, read_to_write, writes
 
 
 @dataclass
@@ -143,7 +145,8 @@ def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) ->
     Nodes that write to parameters in training mode keep reads of their own: they need the raw parameter.
     """
     with trial(gm):
-        writing = read_to_write(gm.graph, writes(gm, names), idle_in_eval(gm.graph))
+        written = writes(gm, names)
+        writing = read_to_write(gm.graph, written, idle_in_eval(gm.graph))
 
     def uses(user: fx.Node) -> bool:
         return user not in writing
@@ -163,4 +166,24 @@ def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) ->
                 found[name] = gm.graph.get_attr(str(node.target))
             found[name].meta = dict(node.meta)
             node.replace_all_uses_with(found[name], delete_user_cb=uses)
+    _give_gradients(gm.graph, found, written)
     return found
+
+
+def _give_gradients(graph: fx.Graph, reads: Mapping[str, fx.Node], written: Writes) -> None:
+    """Move reads that are used with gradients ahead of parts without them, for what is made of them follows.
+
+    Raises:
+        SpecError: the parameter is written to in between.
+    """
+    parts = switches_off(graph)
+    for name, read in reads.items():
+        start = part_to_leave(read, read.users, parts)
+        if start is None:
+            continue
+        if any(start < node < read and name in names for node, names in written.items()):
+            raise SpecError(
+                f"{name} is written to and used under torch.no_grad(), and then used with gradients, which "
+                "masks of it would not pass on; leave its layer out by an override"
+            )
+        start.prepend(read)

@@ -30,6 +30,7 @@ from pdp_fx.passes.find_sites import Sites
 from pdp_fx.policy import MaskSite, Producer, make_mask
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.weights.sources import computed_with
+from pdp_fx.weights.without_gradients import part_to_leave, switches_off
 from pdp_fx.weights.writes import idle_in_eval
 
 Placed = dict[int, tuple[ChannelGroup, fx.Node]]
@@ -138,6 +139,8 @@ def _gathered(readers: list[fx.Node], computed: list[fx.Node], trains: set[fx.No
     chain = [source for weight in computed for source in computed_with(weight, trains)]
     users = [user for weight in computed for user in weight.users]
     before = min(node for node in [*readers, *users] if node not in chain)
+    if not chain:
+        return part_to_leave(before, readers, switches_off(before.graph)) or before
     for source in chain:
         if before < source:
             before.prepend(source)

@@ -117,3 +117,45 @@ def test_masks_leave_gradients_finite_where_a_root_follows(forward: Forward) -> 
     small = convert(prepared)
     assert small.get_parameter("head.weight").shape == (4, 4)
     assert small(x).allclose(prepared.eval()(x), atol=1e-6)
+
+
+class Cycles(nn.Module):
+    """Runs its layers twice, the first time without gradients, as recurrent reasoners do."""
+
+    def __init__(self, detaches: bool) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+        self.only, self.out = nn.Linear(8, 8), nn.Linear(8, 5)
+        self.detaches = detaches
+
+    def cycle(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.detaches:
+            x = self.cycle(self.only(x)).detach()
+        else:
+            with torch.no_grad():
+                x = self.cycle(self.only(x))
+        return self.out(self.cycle(x))
+
+
+@every_rule
+def test_what_is_used_without_gradients_first_has_those_of_its_later_use(rule: Rule) -> None:
+    """A mask made under `torch.no_grad()` would pass no gradient on."""
+    grads: list[dict[str, Tensor | None]] = []
+    outputs: list[Tensor] = []
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    if isinstance(rule, Channels):
+        rule = Channels(0.5, through_norms=True)
+    for detaches in (False, True):
+        torch.manual_seed(0)
+        prepared = pruned(Cycles(detaches).double(), at_once(rule), x).train()
+        outputs.append(prepared(x))
+        outputs[-1].square().sum().backward()
+        grads.append({name: parameter.grad for name, parameter in prepared.named_parameters()})
+    torch.testing.assert_close(*outputs)
+    one, other = grads
+    assert {name for name, grad in one.items() if grad is None} <= {"only.weight", "only.bias"}
+    for name, grad in other.items():
+        torch.testing.assert_close(one[name], grad, msg=name)
