@@ -19,6 +19,7 @@ from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
 from pdp_fx.raw_reads import RawReads
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.modes import called_module, called_modules
+from pdp_fx.tracing.objects import MethodOf
 from pdp_fx.weights.uses import ComputedUses, Use
 from pdp_fx.weights.writes import idle_in_eval, read_before_written, writes
 
@@ -165,15 +166,32 @@ def _barred(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) ->
         for name, parameter in gm.named_parameters()
         if not parameter.is_floating_point()
     }
+    in_methods = {
+        name: _OUT_OF_REACH.format(target)
+        for target, module in kept_whole.items()
+        for name in _used_by_method(module, gm, names)
+    }
     # Of several reasons for one parameter, that of the last operand is kept.
-    return _read_raw(gm, kept_whole, names, inputs) | _used_otherwise(kept_whole, names) | not_real
+    return (
+        _read_raw(gm, kept_whole, names, inputs) | _used_otherwise(kept_whole, names) | in_methods | not_real
+    )
+
+
+_OUT_OF_REACH = "{} uses it inside itself, too, out of reach of a mask"
+
+
+def _used_by_method(module: nn.Module, gm: fx.GraphModule, names: dict[int, str]) -> list[str]:
+    """The parameters that a method of the model itself uses, if the module is one that is kept whole."""
+    used = module.uses if isinstance(module, MethodOf) else ()
+    parameters = dict(gm.named_parameters(remove_duplicate=False))
+    return [names[id(parameters[name])] for name in used if name in parameters]
 
 
 def _used_otherwise(kept_whole: Mapping[str, nn.Module], names: dict[int, str]) -> dict[str, str]:
     """The parameters in modules kept whole that are not weights of known layers, with the reasons."""
     found: dict[str, str] = {}
     for target, module in kept_whole.items():
-        why = f"{target} uses it inside itself, too, out of reach of a mask"
+        why = _OUT_OF_REACH.format(target)
         for layer in module.modules():
             kind = kind_of(layer)
             known = kind.weights_of(layer) if kind is not None else ()
@@ -221,6 +239,7 @@ def _used_inside(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
             found |= {names[id(tensor)]: why for tensor in inside}
         if called is not None:
             module = gm.get_submodule(called)
+            found |= dict.fromkeys(_used_by_method(module, gm, names), f"which {called} uses inside itself")
             kind = kind_of(module)
             reachable = kind.given_to(module) if kind is not None else ()
             why = f"which {called} uses inside itself"

@@ -35,6 +35,7 @@ from pdp_fx.sharding import refuse_divided, refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs
+from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.preserve import unwritten
 from pdp_fx.wrapping import refuse_more_than_wrapped, refuse_wrapped
 
@@ -228,6 +229,7 @@ def _unshare_modules(gm: fx.GraphModule, model: nn.Module) -> None:
     for name, module in named_modules(gm):
         if module in shared:
             gm.set_submodule(name, copies.setdefault(module, twin(module)))
+    join_methods(gm)
 
 
 def _refuse_unfit(model: nn.Module, spec: PruneSpec) -> None:

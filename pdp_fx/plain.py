@@ -9,7 +9,6 @@ this package. Every graph module has a class of its own anyway, which is where t
 
 from __future__ import annotations
 
-import copy
 import operator
 import pickle
 import pkgutil
@@ -50,8 +49,7 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
         with node.graph.inserting_before(node):
             _make_object(node, node.target)
     elif node.op == "call_module" and isinstance(called := gm.get_submodule(str(node.target)), MethodOf):
-        model = copy.copy(called.model)
-        model.training = False
+        model = called.model.eval()
         node.op, node.target = "call_function", _named(partial(getattr(model, called.method)), called.method)
 
 

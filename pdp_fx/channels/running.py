@@ -18,6 +18,7 @@ from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import called_module
+from pdp_fx.tracing.objects import MethodOf
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 from pdp_fx.tracing.unfused import unfused_attention
 
@@ -71,6 +72,8 @@ class _FlowInterpreter(Interpreter):
         called = called_module(node)
         inside = None if called is None else self.fetch_attr(called)
         stored = [*inside.parameters(), *inside.buffers()] if isinstance(inside, nn.Module) else []
+        if isinstance(inside, MethodOf):
+            stored = [self.fetch_attr(name) for name in inside.uses]
         with no_dispatch():
             result = super().run_node(node)
         self.flow.freeze_all([*read, *stored], *why_unseen(inside, node))
@@ -82,7 +85,8 @@ class _FlowInterpreter(Interpreter):
 
 def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
     """Why channels are not followed through a node, and what would change it."""
-    kind, how = node.name if inside is None else type(inside).__name__, node.meta.get("opaque")
+    called = inside.method if isinstance(inside, MethodOf) else type(inside).__name__
+    kind, how = node.name if inside is None else called, node.meta.get("opaque")
     if isinstance(inside, torch.jit.ScriptModule):
         return f"{kind} is compiled by TorchScript", "script the converted model instead"
     said = f": it {how}" if how and how != DIFFERS_BY_MODE else ""

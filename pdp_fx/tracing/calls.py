@@ -57,7 +57,9 @@ def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwarg
             step.args = (Attribute(whole.path), *step.args)
         step.reason = recorder.findings.opaque[whole]
         result = _whole(recorder, step, method, args, kwargs)
-    if recorder.watch.read_weights and recorder.scope.path:
+    if recorder.scope.path and not step.uses.isdisjoint(
+        name for name, _ in recorder.model.named_parameters()
+    ):
         raise UnrecordableError(step.reason, Whole(recorder.scope.path), instead_of=whole)
     return result
 

@@ -17,7 +17,7 @@ from pdp_fx.tracing.blocks import SKIPPED
 from pdp_fx.tracing.functions import kept_alive
 from pdp_fx.tracing.recomputing import RECOMPUTED
 from pdp_fx.tracing.skipping import kept_unless
-from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, root
+from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, Whole, root
 from pdp_fx.tracing.writer import Gate, Writer
 
 
@@ -32,7 +32,11 @@ def write_graph(
         alignment: the paired recordings.
         gate_all: whether to run no step in a mode that it was not recorded in, even if it is harmless.
     """
-    merge = _Merge(Writer(tree, model), alignment, gate_all)
+    uses: dict[Whole, frozenset[str]] = {}
+    for step in (*alignment.in_eval.steps, *alignment.in_train.steps):
+        if isinstance(step.target, Whole):
+            uses[step.target] = uses.get(step.target, frozenset()) | step.uses
+    merge = _Merge(Writer(tree, model, uses), alignment, gate_all)
     for pair in alignment.pairs:
         merge.add(pair)
     merge.output(alignment.in_eval.output, alignment.in_train.output)

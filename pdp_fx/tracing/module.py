@@ -13,6 +13,7 @@ from torch.fx.graph import PythonCode
 
 from pdp_fx.tracing.blocks import gather_blocks, in_blocks
 from pdp_fx.tracing.leaves import is_whole
+from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 
@@ -32,6 +33,7 @@ class TracedModule(fx.GraphModule):
             mine.update(theirs)
         self.always_eval: tuple[str, ...] = vars(root).get("always_eval", ())
         """Paths of modules that the model's own `train` keeps in eval mode."""
+        join_methods(self)
         self.graph = graph
 
     def get_submodule(self, target: str) -> nn.Module:

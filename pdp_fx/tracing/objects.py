@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.autograd import Function
@@ -103,33 +103,96 @@ class Bound:
 class MethodOf(nn.Module):
     """A method of the traced model itself, as a module of its graph.
 
-    The model is not a submodule: its parameters and layers are those of the graph module already.
+    The model is not a submodule: its parameters and layers are those of the graph module already. `join` lets
+    the method run on those, so that modes, casts and moves of the graph module reach it.
 
     Args:
         model: the model.
         method: the name of the method.
+        uses: the names of the parameters and buffers that it was seen to use.
     """
 
-    def __init__(self, model: nn.Module, method: str) -> None:
+    def __init__(self, model: nn.Module, method: str, uses: frozenset[str]) -> None:
         super().__init__()
-        vars(self)["_model"] = (model,)
+        vars(self)["_joined"] = _Joined(model)
         self.method = method
+        self.uses = uses
         self.training = model.training
 
     @property
     def model(self) -> nn.Module:
-        """The model whose method it is."""
-        return vars(self)["_model"][0]
+        """The object whose method it is: the model, or one with its class and attributes."""
+        return self._joined.model
+
+    @property
+    def _joined(self) -> "_Joined":
+        return vars(self)["_joined"]
+
+    def join(self, tree: nn.Module) -> None:
+        """Run the method from now on with the layers, parameters and buffers of ``tree``.
+
+        Args:
+            tree: the graph module, which has those of the model under the same names.
+        """
+        vars(self)["_joined"] = _Joined.of(self.model, tree)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, in the mode that the graph module is in."""
-        model = self.model
-        before, model.training = model.training, self.training
-        try:
-            return getattr(model, self.method)(*args, **kwargs)
-        finally:
-            model.training = before
+        return getattr(self._joined.in_mode(self.training), self.method)(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """The name of the method."""
         return self.method
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """A model whose layers and tensors are those of a graph module.
+
+    Attributes:
+        model: an object of the model's class; as long as nothing is joined, the model itself.
+        shells: the modules inside it that are not the graph module's own, each with the one it stands beside.
+    """
+
+    model: nn.Module
+    shells: tuple[tuple[nn.Module, nn.Module], ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, tree: nn.Module) -> "_Joined":
+        """The model on the layers and tensors of ``tree``."""
+        made: dict[int, tuple[nn.Module, nn.Module]] = {}
+
+        def joined(module: nn.Module, own: nn.Module) -> nn.Module:
+            if id(module) in made:
+                return made[id(module)][0]
+            if own is not tree and type(own) is not nn.Module:
+                return own
+            other = object.__new__(type(module))
+            made[id(module)] = other, own
+            vars(other).update(vars(module), **{name: vars(own)[name] for name in _TENSORS})
+            children = {
+                name: None if child is None else joined(child, cast(nn.Module, own._modules[name]))
+                for name, child in module._modules.items()
+            }
+            vars(other)["_modules"] = children
+            return other
+
+        root = joined(model, tree)
+        return cls(root, tuple(pair for pair in made.values() if pair[0] is not root))
+
+    def in_mode(self, training: bool) -> nn.Module:
+        """The model with itself in one mode and each module inside it in the graph module's."""
+        self.model.training = training
+        for module, own in self.shells:
+            module.training = own.training
+        return self.model
+
+
+_TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def join_methods(tree: nn.Module) -> None:
+    """Let the methods kept whole in a graph module run on its own modules and tensors."""
+    for module in tree.modules():
+        if isinstance(module, MethodOf):
+            module.join(tree)

@@ -323,6 +323,7 @@ class Recorder:
         values = all_values((step.args, step.kwargs))
         whole = step.op == "call_module" or bool(step.reason)
         step.random, step.updates = self.watch.random, self.watch.updates
+        step.uses = self.watch.used() if step.reason else frozenset()
         step.data = whole or step.random or any(is_data(value) for value in values)
         step.ragged = self.watch.ragged or any(is_ragged(value) for value in values)
         step.varies = any(varies(value) for value in values)

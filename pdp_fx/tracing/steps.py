@@ -77,6 +77,7 @@ class Step:
         updates: whether it changed running statistics, or other buffers of the module that it calls.
         reason: why it was kept whole, or the empty string.
         reads_numbers: whether it is kept whole and read numbers out of tensors.
+        uses: if it is kept whole, the parameters and buffers of the model that it used.
         sized: whether the model reads a size of its result that depends on numbers.
         decides: whether it is a check of a comparison of sizes by which the model's code decided.
         recomputed: the number, from 1, of the call of `torch.utils.checkpoint` that it is a part of; else 0.
@@ -98,6 +99,7 @@ class Step:
     updates: bool = False
     reason: str = ""
     reads_numbers: bool = False
+    uses: frozenset[str] = frozenset()
     sized: bool = False
     decides: bool = False
     recomputed: int = 0

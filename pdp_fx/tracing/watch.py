@@ -59,7 +59,8 @@ class Watch(TorchDispatchMode):
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
         # While a weak reference to a storage exists, its address is not reused for another one.
         self._ours: dict[int, StorageWeakRef] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
+        self._named = [*model.named_parameters(), *model.named_buffers()]
+        for _, tensor in self._named:
             self.own(tensor)
 
     def own(self, tensor: torch.Tensor) -> None:
@@ -71,6 +72,10 @@ class Watch(TorchDispatchMode):
     def owned(self) -> frozenset[int]:
         """The storages of the model and of all that this run has made so far."""
         return frozenset(self._ours)
+
+    def used(self) -> frozenset[str]:
+        """The parameters and buffers of the model that the current call used, by name."""
+        return frozenset(name for name, tensor in self._named if storage_of(tensor) in self.touched)
 
     def is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor belongs to the model or was allocated in this run."""

@@ -6,7 +6,7 @@ operands, even if it is first needed later, so that its position does not depend
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,13 @@ class Writer:
     Args:
         tree: the modules of the graph module to be; constants and the root's training flag are added to it.
         model: the model, for those of its methods that are kept whole.
+        uses: the parameters and buffers that each of these methods uses.
     """
 
-    def __init__(self, tree: nn.Module, model: nn.Module) -> None:
+    def __init__(self, tree: nn.Module, model: nn.Module, uses: Mapping[Whole, frozenset[str]]) -> None:
         self.tree = tree
         self._model = model
+        self._uses = uses
         self._methods: dict[Whole, str] = {}
         self.graph = fx.Graph()
         self.protected: set[fx.Node] = set()
@@ -94,7 +96,7 @@ class Writer:
         """The child of the tree that calls a method of the model."""
         if whole not in self._methods:
             name = self._methods[whole] = free_name(self.tree, whole.method)
-            self.tree.add_module(name, MethodOf(self._model, whole.method))
+            self.tree.add_module(name, MethodOf(self._model, whole.method, self._uses[whole]))
         return self._methods[whole]
 
     def attribute(self, path: str) -> fx.Node:

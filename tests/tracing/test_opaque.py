@@ -1,3 +1,4 @@
+import copy
 import random
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import pdp_fx
-from pdp_fx import PruneSpec, Schedule, Unstructured
+from pdp_fx import Channels, PruneSpec, Schedule, Unstructured
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from tests.tracing.checks import Around, exact, opaque, targets
@@ -52,6 +53,25 @@ class Pick(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mean, _ = self.pick(self.linear(x))
         return mean + x
+
+
+class Match(nn.Module):
+    """Decides by its data in a method of its own, which uses a norm, and a layer that forward calls, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(4, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.narrow = nn.Linear(4, 8)
+        self.wide = nn.Linear(8, 12)
+        self.inner = nn.Sequential(nn.BatchNorm1d(12), nn.Dropout(0.5))
+
+    def match(self, x: Tensor) -> Tensor:
+        y = self.inner(self.shared(x))
+        return y if y.detach().sum() > 1e9 else 2 * y
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.wide(self.narrow(x).relu()) + self.first(x)
+        return self.last(self.match(self.shared(hidden).relu()))
 
 
 class Experts(nn.Module):
@@ -195,6 +215,44 @@ def test_a_method_of_the_model_itself_stays_whole() -> None:
     gm = exact(model, x)
     assert list(opaque(gm)) == ["pick"]
     assert "linear" in targets(gm)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_method_kept_whole_runs_the_layers_of_the_prepared_model_in_their_modes(given: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Match().train(given).double(), torch.randn(8, 4, dtype=torch.float64)
+    dense = copy.deepcopy(model)
+    prepared = cast(Any, pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), x))
+    for made in (prepared, copy.deepcopy(prepared)):
+        for training in (True, False):
+            outputs: list[Tensor] = []
+            for each in (copy.deepcopy(dense), copy.deepcopy(made)):
+                torch.manual_seed(1)
+                outputs += [each.train(training)(x), each.get_buffer("inner.0.running_mean")]
+            assert torch.equal(outputs[0], outputs[2])
+            assert torch.equal(outputs[1], outputs[3])
+    frozen = prepared.train().get_submodule("inner").eval().get_submodule("0")
+    before = frozen.running_mean.clone()
+    assert torch.equal(prepared(x), prepared(x))
+    assert torch.equal(frozen.running_mean, before)
+    assert prepared.float()(x.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), Channels(0.5)])
+def test_what_a_method_kept_whole_uses_itself_is_out_of_reach(rule: Unstructured | Channels) -> None:
+    torch.manual_seed(0)
+    model, x = Match().double(), torch.randn(8, 4, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=Schedule(0, 1.0)), x)
+    pdp_fx.step(prepared.train())
+    prepared(x)
+    assert "match" in str(pdp_fx.explain(prepared))
+    converted = pdp_fx.convert(prepared.eval())
+    torch.testing.assert_close(converted(x), prepared(x), rtol=0.0, atol=1e-12)
+    assert (converted.get_parameter("shared.weight") != 0).all()
+    narrow = converted.get_parameter("narrow.weight")
+    assert narrow.shape[0] == 4 if isinstance(rule, Channels) else (narrow == 0).any()
+    model.train()
+    torch.testing.assert_close(converted(x), prepared(x), rtol=0.0, atol=1e-12)
 
 
 def test_what_a_method_changes_and_returns_beside_something_else_is_a_part_of_its_result() -> None:
