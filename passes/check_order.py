@@ -34,8 +34,9 @@ class CheckOrder(Pass):
         if shrunk is None or ctx.example_inputs is None:
             return False
         with trial(gm):
-            inputs, grouped = fresh(ctx.example_inputs), shrunk.found.grouped
-            after = observe(gm, inputs, {}, grouped, _remaining_stand_ins(gm, shrunk.found)).record
+            inputs, before = fresh(ctx.example_inputs), shrunk.found
+            stand_ins = _remaining_stand_ins(gm, before)
+            after = observe(gm, inputs, {}, before.grouped, stand_ins, before.inner).record
         ctx.put(Shapes({node: values[0].shape for node, values in after.values.items() if values}))
         wrong = _new_meetings(shrunk, after)
         if wrong:

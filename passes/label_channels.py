@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import fx
 
 from pdp_fx.channels.analysis import observe, structure
+from pdp_fx.channels.choices import choose
 from pdp_fx.channels.elsewhere import heed_other_sizes
 from pdp_fx.channels.record import Record
 from pdp_fx.compiler import Context, Pass
@@ -60,15 +62,22 @@ class LabelChannels(Pass):
             return False
         sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
 
-        def observed(call: Inputs) -> Record:
+        def observed(call: Inputs, inner: frozenset[str] = frozenset()) -> Record:
             with trial(gm):
-                return observe(gm, fresh(call), sites.out_of_reach, stand_ins=sites.stand_ins).record
+                run = observe(gm, fresh(call), sites.out_of_reach, stand_ins=sites.stand_ins, inner=inner)
+                return run.record
 
         watch = ctx.find(LabelWatch)
-        record = observed(inputs) if watch is None or watch.record is None else watch.record
+        first = observed(inputs) if watch is None or watch.record is None else watch.record
+        record = choose(
+            first, lambda each: structure(each, gm, inputs, through_norms), partial(observed, inputs)
+        )
         # Whether a stream stays because of its norms does not depend on sizes; the example decides.
         heed_other_sizes(
-            record, gm, inputs, lambda call: structure(observed(call), gm, call, through_norms=True)
+            record,
+            gm,
+            inputs,
+            lambda call: structure(observed(call, record.inner), gm, call, through_norms=True),
         )
         ctx.put(structure(record, gm, inputs, through_norms))
         return False

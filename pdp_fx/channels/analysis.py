@@ -1,6 +1,6 @@
 """Finding the channel groups of a traced graph.
 
-`analyse` runs the graph once with labels (`observe`), solves the ties (`structure`), and returns a
+`analyse` runs the graph with labels (`observe`), solves the ties (`structure`), and returns a
 `ChannelMap`: which channels go together, which must stay and why, and where masks are needed so that a
 dropped channel is exactly 0 wherever it is read.
 """
@@ -31,6 +31,7 @@ from pdp_fx.channels import (
     rules_weights,
 )
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
+from pdp_fx.channels.choices import choose
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.grouping import Make, Stay, collect_groups, concatenated, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins
@@ -74,7 +75,7 @@ def analyse(
     through_norms: bool = False,
     stand_ins: Iterable[StandIn] = (),
 ) -> ChannelMap:
-    """Run ``gm`` on ``inputs`` once, in eval mode, and return its channel structure.
+    """Run ``gm`` on ``inputs`` in eval mode, again if choices turn out useless; return its channel structure.
 
     Args:
         gm: a traced graph; nothing in it changes.
@@ -83,8 +84,15 @@ def analyse(
         through_norms: whether residual streams that norms or statistics run over may go.
         stand_ins: computed weights that can be pruned in the place of parameters.
     """
-    observed = observe(gm, inputs, out_of_reach, stand_ins=stand_ins)
-    return structure(observed.record, gm, inputs, through_norms)
+    stand_ins = tuple(stand_ins)
+
+    def follow(inner: frozenset[str]) -> Record:
+        return observe(gm, inputs, out_of_reach, stand_ins=stand_ins, inner=inner).record
+
+    def solve(record: Record) -> ChannelMap:
+        return structure(record, gm, inputs, through_norms)
+
+    return solve(choose(follow(frozenset()), solve, follow))
 
 
 def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms: bool) -> ChannelMap:
@@ -108,6 +116,7 @@ def observe(
     out_of_reach: Mapping[str, str],
     grouped: Mapping[tuple[str, str], bool] = MappingProxyType({}),
     stand_ins: Iterable[StandIn] = (),
+    inner: frozenset[str] = frozenset(),
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
 
@@ -118,8 +127,9 @@ def observe(
         grouped: by node and weight of a convolution, whether each channel was a group of its own before
             channels were removed. With one channel left in each group this could not be told.
         stand_ins: computed weights that can be pruned in the place of parameters.
+        inner: the nodes at which channels inside others are followed (`choices`).
     """
-    flow = LabelFlow(gm, out_of_reach, rule_of)
+    flow = LabelFlow(gm, out_of_reach, rule_of, inner)
     flow.grouped_before = grouped
     computed = {by.node: by for by in stand_ins}
 
@@ -257,6 +267,7 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         stand_ins=record.stand_ins,
         by_sizes=record.by_sizes,
         alone=alone,
+        inner=record.inner,
     )
 
 

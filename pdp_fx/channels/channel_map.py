@@ -71,6 +71,7 @@ class ChannelMap:
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
         by_sizes: whether what is done to channels may be something else on inputs of other sizes.
         alone: whether an axis of the example has one index, so that one of channels may hold another, too.
+        inner: the nodes at which channels inside others, such as heads, were followed instead of those.
     """
 
     groups: tuple[ChannelGroup, ...]
@@ -93,6 +94,7 @@ class ChannelMap:
     stand_ins: dict[str, StandIn]
     by_sizes: bool
     alone: bool
+    inner: frozenset[str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:
         """A map never changes, so a copied model shares it."""

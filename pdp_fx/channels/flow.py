@@ -57,6 +57,7 @@ class LabelFlow(TorchDispatchMode):
         gm: the graph module; its parameters and buffers are labelled axis by axis.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         rules: finds the rule of an operation.
+        inner: the nodes at which channels inside others are followed (`takes_inner`).
 
     Attributes:
         stored: the parameters and buffers, and tensors that are computed from them alone.
@@ -71,11 +72,15 @@ class LabelFlow(TorchDispatchMode):
     """
 
     def __init__(
-        self, gm: fx.GraphModule, out_of_reach: Mapping[str, str], rules: Callable[[Call], Rule]
+        self,
+        gm: fx.GraphModule,
+        out_of_reach: Mapping[str, str],
+        rules: Callable[[Call], Rule],
+        inner: frozenset[str],
     ) -> None:
         super().__init__()
         self.stored = Stored(gm)
-        self.record = Record(shapes=self.stored.shapes)
+        self.record = Record(shapes=self.stored.shapes, inner=inner)
         self.node = "input"
         self.source = ""
         self.sized: list[Sized] = []
@@ -308,6 +313,14 @@ class LabelFlow(TorchDispatchMode):
             self.bind(layer.ids, first)
             layer = Layer(first, layer.zero.all(dim=axis, keepdim=True), (layer,), free=layer.free)
         return layer
+
+    def takes_inner(self, outer: Tensor) -> bool:
+        """Whether channels inside those of ``outer``, such as those inside heads, are followed at this node.
+
+        Otherwise those of ``outer`` are (`choices`).
+        """
+        self.record.choices.append((self.node, outer.reshape(-1).numpy()))
+        return self.node in self.record.inner
 
     def all_without(
         self, layers: Iterable[Layer], blocked: frozenset[int], why: str, remedy: str = ""

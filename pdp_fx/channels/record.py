@@ -178,6 +178,9 @@ class Record:
         reorders: whether an operation put axes into another order, so that the first need not be the batch.
         by_sizes: whether what is done to channels may be something else on inputs of other sizes.
         masked: parameter axes that must be masked because of inputs of other sizes.
+        choices: (node, labels) where channels along an outer axis could be followed or those inside them;
+            the labels are those of the outer ones.
+        inner: the nodes at which those inside were followed.
     """
 
     ties: Ties = field(default_factory=Ties)
@@ -209,6 +212,8 @@ class Record:
     reorders: bool = False
     by_sizes: bool = False
     masked: frozenset[Slot] = frozenset()
+    choices: list[tuple[str, np.ndarray]] = field(default_factory=list[tuple[str, np.ndarray]])
+    inner: frozenset[str] = frozenset()
 
     def values_of(self, given: Any) -> tuple[Labelled, ...]:
         """The tensors that a node returned; none if it returned none, or is no node but a number."""

@@ -30,14 +30,17 @@ FUSED = (
 def matrix_layers(tensor: Tensor, heads: int, order: tuple[int, ...], flow: LabelFlow) -> list[Layer]:
     """The layers of a stack of matrices, of which each is left along one axis.
 
-    What lies along the axis ``heads`` and another one becomes whole heads. Other labels that lie along
+    What lies along the axis ``heads`` and another one becomes whole heads, or, if those must stay, what all
+    heads have inside (`choices`). Other labels that lie along
     several axes, as those of a matrix that a layer makes, are tied until they change along one: the first
     of ``order`` that they have.
     """
     why = "these channels lie along two axes of a matrix"
     layers: list[Layer] = []
     for layer in flow.layers(tensor):
-        keep = next(axis for axis in (heads, *order, min(layer.support)) if axis in layer.support)
+        both = heads in layer.support and not layer.support.isdisjoint(order)
+        first = (*order, heads) if both and flow.takes_inner(layer.ids) else (heads, *order)
+        keep = next(axis for axis in (*first, min(layer.support)) if axis in layer.support)
         moved = flow.without(layer, layer.support - {keep}, why)
         if moved is not None:
             layers.append(moved)

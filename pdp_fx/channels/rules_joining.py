@@ -13,6 +13,7 @@ from pdp_fx.channels.rules_pointwise import BARE_REMEDY, meeting
 
 aten = torch.ops.aten
 
+SHARED = "these channels are joined with those inside others, such as heads, which all have these"
 BARE = "these channels are joined with values that have none along this axis"
 
 
@@ -45,12 +46,34 @@ def _unsqueezed(layer: Layer, axis: int) -> Layer:
 def _join(tensors: list[Tensor], axis: int, result: Tensor, flow: LabelFlow) -> None:
     """Concatenate labels along ``axis``: layers along other axes must agree, those along it line up."""
     across = [[layer for layer in flow.layers(t) if axis not in layer.support] for t in tensors]
-    layers = tie_across(across, flow)
     joined = [[layer for layer in flow.layers(t) if axis in layer.support] for t in tensors]
+    _keep_one_axis(joined, across, axis, flow)
+    layers = tie_across(across, flow)
     if any(joined):
         pieces = [_piece(found, t, axis, flow) for found, t in zip(joined, tensors, strict=True)]
         layers.append(_concatenate(pieces, axis))
     flow.put(result, layers)
+
+
+def _keep_one_axis(joined: list[list[Layer]], across: list[list[Layer]], axis: int, flow: LabelFlow) -> None:
+    """Where what is inside heads is joined with what all heads share, whole heads can go, or else that.
+
+    Args:
+        joined: for each tensor its layers along the joined axis; changed.
+        across: for each tensor its other layers; changed.
+        axis: the joined axis.
+        flow: the labels.
+    """
+    wide = [layer for layers in joined for layer in layers if len(layer.support) > 1]
+    outer = frozenset[int]().union(*(layer.support for layer in wide)) - {axis}
+    if not outer or all(any(outer <= layer.support for layer in layers) for layers in joined):
+        return
+    inner = flow.takes_inner(torch.cat([layer.ids.reshape(-1) for layer in wide]))
+    given_up = outer if inner else frozenset({axis})
+    for place, layers in enumerate(joined):
+        kept = flow.all_without(layers, given_up, SHARED)
+        joined[place] = [layer for layer in kept if axis in layer.support]
+        across[place] += [layer for layer in kept if axis not in layer.support]
 
 
 def tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:

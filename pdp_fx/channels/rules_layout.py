@@ -159,9 +159,15 @@ def free_layer(tensor: Tensor, axis: int, zero: bool, flow: LabelFlow) -> Layer:
 def _without_overlap(layers: list[Layer], flow: LabelFlow) -> list[Layer]:
     """At most one layer for each axis: of merged axes the outermost keeps its labels, the others are frozen.
 
-    Labels of broadcast axes give way to all others.
+    If what is outermost must stay anyhow, the innermost keeps them (`choices`). Labels of broadcast axes give
+    way to all others.
     """
     real = sorted((layer for layer in layers if not layer.free), key=_first_axis)
+    outer = [
+        layer for layer in real if any(layer.support & other.support for other in real if other is not layer)
+    ]
+    if outer and flow.takes_inner(outer[0].ids):
+        real.reverse()
     kept: list[Layer] = []
     for layer in real + [layer for layer in layers if layer.free]:
         if any(layer.support & other.support for other in kept if not other.free):

@@ -133,7 +133,7 @@ def meeting(
     """The layers of operands whose elements meet, without dropping along axes on which one has no labels.
 
     If channels of heads meet values that all heads share, the channels inside a head stay, but whole heads,
-    the outer axis, can go. If heads cannot, channels inside them can, of all heads alike.
+    the outer axis, can go. If heads cannot, channels inside them can, of all heads alike (`choices`).
 
     Args:
         operands: the layers of each operand.
@@ -147,7 +147,7 @@ def meeting(
         single = frozenset[int]().union(
             *(layer.support for layers in kept for layer in layers if len(layer.support) == 1)
         )
-        stops = [[blocked | _inner_axes(layer, blocked) & single for layer in layers] for layers in kept]
+        stops = [[blocked | _given_up(layer, blocked, single, flow) for layer in layers] for layers in kept]
         pairs = [list(zip(layers, stop, strict=True)) for layers, stop in zip(kept, stops, strict=True)]
         if not any(layer.support & stop for pair in pairs for layer, stop in pair):
             return kept
@@ -155,10 +155,18 @@ def meeting(
         kept = [[layer for layer in layers if layer is not None] for layers in fewer]
 
 
-def _inner_axes(layer: Layer, blocked: frozenset[int]) -> frozenset[int]:
-    """All axes of a layer but the outermost; none if nothing can be dropped along that."""
+def _given_up(
+    layer: Layer, blocked: frozenset[int], single: frozenset[int], flow: LabelFlow
+) -> frozenset[int]:
+    """The axes of a layer along which it gives way to layers that lie along a ``single`` axis.
+
+    None if nothing can be dropped along its outermost axis, or if it meets none of those inside that.
+    """
     outer = min(layer.support, default=0)
-    return layer.support - {outer} if outer not in blocked else frozenset()
+    shared = (layer.support - {outer}) & single
+    if outer in blocked or not shared:
+        return frozenset()
+    return layer.support - {max(shared)} if flow.takes_inner(layer.ids) else shared
 
 
 Member = tuple[int, Layer]

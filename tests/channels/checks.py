@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule
 from pdp_fx.masks import ChannelMask
-from pdp_fx.ops.kinds import named_modules
+from pdp_fx.ops.kinds import kind_of, named_modules
 from pdp_fx.planning import parameters_of
 from pdp_fx.pruner import Pruner, find
 from pdp_fx.spec import Allocation
@@ -83,6 +83,9 @@ def widths(model: nn.Module) -> dict[str, int]:
         owner = owners[name.rpartition(".")[0]]
         if isinstance(owner, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
             found[name] = weight.shape[1] * owner.groups if weight.ndim > 1 else 0
+        elif weight.ndim == 3 and kind_of(owner) is None:
+            # Matrices in a stack.
+            found[name] = sum(weight.shape)
         elif weight.ndim > 1:
             found[name] = weight.shape[1] if isinstance(owner, nn.Embedding) else weight.shape[0]
     return found

@@ -4,6 +4,7 @@ from tests.channels.construct import Construct
 from tests.channels.nets_aliasing import ALIASING
 from tests.channels.nets_attention import ATTENTION
 from tests.channels.nets_borrowed import BORROWED
+from tests.channels.nets_choices import CHOICES
 from tests.channels.nets_constants import CONSTANTS
 from tests.channels.nets_convolutions import CONVOLUTIONS
 from tests.channels.nets_indexing import INDEXING
@@ -27,6 +28,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *RESHAPING,
     *ATTENTION,
     *PRODUCTS,
+    *CHOICES,
     *ALIASING,
     *NORMS,
     *UNMOVED,

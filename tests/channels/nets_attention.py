@@ -632,7 +632,7 @@ ATTENTION = (
     Construct(RotaryPositions, sequences(), removed=HEAD_PRUNING),
     Construct(RotaryEverywhere, sequences(), removed=HEAD_PRUNING),
     Construct(RotaryInPart, sequences(), removed=2 * HEAD_PRUNING),
-    Construct(RotaryOfLength, sequences(), reason="is told sizes or positions of these channels"),
+    Construct(RotaryOfLength, sequences(), removed=8, reason="is told sizes or positions of these channels"),
     Construct(RelativePositions, sequences(), removed=HEAD_PRUNING),
     Construct(RelativePositionsInTwoAxes, sequences(), removed=HEAD_PRUNING),
     Construct(QueryNorm, sequences(), removed=HEAD_PRUNING),
