@@ -63,7 +63,8 @@ class BiasOfHeads(nn.Module):
         return (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5 + bias).softmax(-1) @ v
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        y = self.attend(*(self.heads(x, layer) for layer in (self.q, self.k, self.v)), bias)
+        q, k, v = (self.heads(x, layer) for layer in (self.q, self.k, self.v))
+        y = self.attend(q, k, v, bias)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
