@@ -179,7 +179,7 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
     """Whether an axis of the tensor that ``node`` returns is as long at every call.
 
     It holds channels, each once, or it joins such axes, or it is such an axis of the tensor that it was made
-    of by an operation which leaves axes alone.
+    of by an operation which leaves axes alone, or cuts or copies them by the same numbers at every call.
     """
     value = _first(record.values_of(node))
     if is_fixed(value, axis):
@@ -190,6 +190,8 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
         joined: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         if joined in (axis, axis - rank):
             return all(has_fixed_size(source, axis, record) for source in sources)
+    if len(sources) == 1 and _cuts_or_copies(node, record):
+        return has_fixed_size(sources[0], axis, record)
     if name in MERGES:
         return False
     line = _line_along(value, axis)
@@ -202,6 +204,19 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
         if theirs is not None and np.array_equal(line, theirs) and has_fixed_size(source, place, record):
             return True
     return False
+
+
+def _cuts_or_copies(node: fx.Node, record: Record) -> bool:
+    """Whether a node slices axes, or copies each index of one, by numbers that are the same at every call."""
+    numbers = [given for given in node.all_input_nodes if not record.values_of(given)]
+    if any(number.name not in record.numbers or _varies(number, record) for number in numbers):
+        return False
+    if node.target is operator.getitem:
+        given: Any = node.args[1]
+        places = given if isinstance(given, tuple) else (given,)
+        return all(place is Ellipsis or isinstance(place, slice) for place in places)
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    return getattr(node.target, "__name__", node.target) == "repeat_interleave" and isinstance(dim, int)
 
 
 def _line_along(value: Labelled, axis: int) -> np.ndarray | None:

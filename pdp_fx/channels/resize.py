@@ -145,13 +145,26 @@ def _follow_other(node: fx.Node, flow: LabelFlow, result: Tensor) -> None:
     flow.put(result, _widened_alike(flow.layers(result), theirs.values()))
     alone: list[Layer] = []
     for layer in flow.layers(result):
-        like = theirs.pop(layer.support, None)
+        like = theirs.pop(layer.support, None) or _narrowed(layer, theirs, node, flow)
         if like is None or like.ids.shape != layer.ids.shape:
             alone += [layer] if like is None else [layer, like]
         else:
             flow.bind(layer.ids, like.ids)
     for layer in [*alone, *theirs.values()]:
         flow.freeze(layer.ids, f"{node.target} takes the sizes of a tensor with other channels")
+
+
+def _narrowed(
+    layer: Layer, theirs: dict[frozenset[int], Layer], node: fx.Node, flow: LabelFlow
+) -> Layer | None:
+    """Of a layer of the other tensor that lies along more axes what is left along those of ``layer``."""
+    wider = [support for support in theirs if layer.support < support]
+    if len(wider) != 1:
+        return None
+    like = theirs.pop(wider[0])
+    return flow.without(
+        like, like.support - layer.support, f"{node.target} takes the sizes of a tensor with them"
+    )
 
 
 def _widened_alike(layers: Iterable[Layer], theirs: Iterable[Layer]) -> list[Layer]:

@@ -284,11 +284,60 @@ def _number_fits(node: fx.Node, record: Record) -> bool:
     return len(node.args) == 1 and getattr(node.args[0], "name", "") in record.numbers
 
 
+def _repeat(node: fx.Node, job: Job) -> None:
+    """Make as many copies of each axis of one index as stay; copies of other axes are as many as before."""
+    name, packed, given = _sizes_given(node, 1, COPIES)
+    result = job.results[0]
+    ones = _axes_of_one(job.source.value.shape, len(result.value.shape))
+    new = tuple(
+        job.resized(result, axis, times) if axis in ones else times for axis, times in enumerate(given)
+    )
+    if name:
+        node.update_kwarg(name, new)
+    else:
+        node.args = (node.args[0], new) if packed else (node.args[0], *new)
+
+
+COPIES = ("repeats", "dims")
+"""The keywords of how many copies are made of each axis."""
+
+
+def _axes_of_one(shape: tuple[int, ...], rank: int) -> set[int]:
+    """The axes of a result of this rank that copy a single index of a tensor, or the whole of it."""
+    offset = rank - len(shape)
+    return {axis for axis in range(rank) if axis < offset or shape[axis - offset] == 1}
+
+
 def _repeat_fits(node: fx.Node, record: Record) -> bool:
-    """Fits if the number of copies is told, and the copies are of no axis that may get shorter for that."""
+    """Fits if a number is told for each axis, and the copies are of no axis that may get shorter for that."""
     source: Any = node.args[0]
-    told = any(given.name in record.taint for given in node.all_input_nodes)
-    return told and not any(layer.free for value in record.values_of(source) for layer in value.layers)
+    values = record.values_of(source)
+    _, _, given = _sizes_given(node, 1, COPIES)
+    if len(values) != 1 or not isinstance(given, (tuple, list)) or len(given) < len(values[0].shape):
+        return False
+    return not any(layer.free for layer in values[0].layers)
+
+
+def _interleave(node: fx.Node, job: Job) -> None:
+    """Make as many copies of an axis of one index as stay."""
+    times, axis = _arguments(node, 1, INTERLEAVED, 2)
+    result = job.results[0]
+    node.args = (node.args[0], job.resized(result, axis % len(result.value.shape), times), axis)
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name not in INTERLEAVED}
+
+
+INTERLEAVED = ("repeats", "dim")
+
+
+def _interleave_fits(node: fx.Node, record: Record) -> bool:
+    """Fits copies of an axis of one index, as many as a number says."""
+    source: Any = node.args[0]
+    times, axis = _arguments(node, 1, INTERLEAVED, 2)
+    values = record.values_of(source)
+    number = isinstance(times, int) or getattr(times, "name", "") in record.numbers
+    if len(values) != 1 or not isinstance(axis, int) or not number:
+        return False
+    return values[0].shape[axis] == 1
 
 
 def _scale(node: fx.Node, job: Job) -> None:
@@ -322,7 +371,8 @@ _NARROW, _PAD, _UNFLATTEN = (
 )
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits, _chosen_varies), Rewrite(_groups)
 _COUNTED, _SCALED = Rewrite(_stays, _counts_fit), Rewrite(_scale)
-_REPEAT, _NUMBER = Rewrite(_stays, _repeat_fits), Rewrite(_stays, _number_fits)
+_REPEAT, _NUMBER = Rewrite(_repeat, _repeat_fits), Rewrite(_stays, _number_fits)
+_INTERLEAVE = Rewrite(_interleave, _interleave_fits)
 _CONSTANT = Rewrite(_stays, _constant_fits)
 _SQUEEZE, _ROLL, _SUBSCRIPT = (
     Rewrite(_squeeze),
@@ -345,7 +395,8 @@ RESIZERS: dict[Any, Rewrite] = {
     "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
     "torchvision::deform_conv2d": Rewrite(_stays), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
-    "squeeze_": _SQUEEZE, "repeat": _REPEAT, torch.tensor: _NUMBER,
+    "squeeze_": _SQUEEZE, "repeat": _REPEAT, "tile": _REPEAT, torch.tile: _REPEAT,
+    "repeat_interleave": _INTERLEAVE, torch.repeat_interleave: _INTERLEAVE, torch.tensor: _NUMBER,
     torch.arange: _CONSTANT, torch.linspace: _CONSTANT, torch.logspace: _CONSTANT,
 }  # fmt: skip
 """The rewrites of functions and methods that have sizes or positions among their arguments."""

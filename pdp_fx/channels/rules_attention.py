@@ -15,8 +15,9 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, compress, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import along, consume, count_product
+from pdp_fx.channels.rules_joining import tie_across
 from pdp_fx.channels.rules_layout import keep_single
-from pdp_fx.channels.rules_pointwise import put_sum
+from pdp_fx.channels.rules_pointwise import lift, put_sum
 
 aten = torch.ops.aten
 
@@ -72,10 +73,34 @@ def batched_product(call: Call, flow: LabelFlow) -> None:
         flow.produce(columns, right_tensor, left_tensor)
     layers = [layer for layer in (rows, columns) if layer is not None]
     count_product(left_tensor, right_tensor, (None, None), flow)
-    batch = _batch_layer(along(left, 0), along(right, 0), flow)
+    batch = _batch_layer(_along_batch(left, right), _along_batch(right, left), flow)
     if batch is not None:
         layers.append(batch)
     put_sum(layers, added, call, flow)
+
+
+@rule(aten.linalg_solve_triangular)
+def triangular(call: Call, flow: LabelFlow) -> None:
+    """(..., n, n) and (..., n, m) to (..., n, m): columns, and whole systems, are solved alone."""
+    matrix, given = call.args[:2]
+    inside = (
+        (given.ndim - 2, given.ndim - 1)
+        if call.argument(3, "left", True)
+        else (given.ndim - 1, given.ndim - 2)
+    )
+    why = "a system of equations mixes these channels"
+    mixed = frozenset({matrix.ndim - 2, matrix.ndim - 1})
+    systems = lift(tuple(flow.all_without(flow.layers(matrix), mixed, why)), given.ndim)
+    theirs = flow.all_without(flow.layers(given), frozenset({inside[0]}), why)
+    alone = [layer for layer in theirs if layer.support == frozenset({inside[1]})]
+    whole = flow.all_without([layer for layer in theirs if layer not in alone], frozenset({inside[1]}), why)
+    across = tie_across([list(whole), list(systems)], flow)
+    # It is 0 where what is given is, whatever the matrix.
+    flow.put(call.result, [*(_solved(layer.needs[0]) for layer in across), *map(_solved, alone)])
+
+
+def _solved(layer: Layer) -> Layer:
+    return Layer(layer.ids, layer.zero, (layer,))
 
 
 @rule(aten._cdist_forward, aten._euclidean_dist)
@@ -109,6 +134,24 @@ def _matrices(tensor: Tensor, flow: LabelFlow) -> list[Layer]:
         if len(layer.support) > 1:
             flow.freeze(layer.ids, "these channels lie along two axes of a matrix")
     return [layer for layer in kept if len(layer.support) == 1]
+
+
+def _along_batch(layers: list[Layer], others: list[Layer]) -> Layer | None:
+    """The layer of the batch axis; of several, as a constant has, the one that repeats as the other's."""
+    found = [layer for layer in layers if layer.support == frozenset({0})]
+    if len(found) < 2:
+        return next(iter(found), None)
+    theirs = [_repeats(layer) for layer in others if layer.support == frozenset({0})]
+    alike = [layer for layer in found if any(torch.equal(_repeats(layer), each) for each in theirs)]
+    return (alike or found)[0]
+
+
+def _repeats(layer: Layer) -> Tensor:
+    """For each index the first one that has the same label."""
+    labels, places = layer.ids.reshape(-1).unique(return_inverse=True)
+    numbers = torch.arange(len(places))
+    first = torch.full_like(labels, len(places)).scatter_reduce(0, places, numbers, "amin")
+    return first[places]
 
 
 def _batch_layer(left: Layer | None, right: Layer | None, flow: LabelFlow) -> Layer | None:

@@ -68,7 +68,7 @@ def layout(call: Call, flow: LabelFlow) -> None:
                 flow.sized.append(Sized(layer, new, packet in SHAPED))
                 if packet is aten.slice and _picks(call):
                     flow.note_gapped(call.result, layer.ids)
-    if packet is aten.expand:
+    if packet in (aten.expand, aten.repeat):
         moved[0].extend(_broadcast(source, call.result, flow))
     for result, layers in zip(results, moved, strict=True):
         if not source.numel():
@@ -142,7 +142,7 @@ def _cut_whole(call: Call, flow: LabelFlow) -> list[Layer]:
 
 
 def _broadcast(source: Tensor, result: Tensor, flow: LabelFlow) -> list[Layer]:
-    """Labels for the axes that ``expand`` makes: all their indices hold the same values."""
+    """Labels for the axes that copies make of one index: all their indices hold the same values."""
     offset = result.ndim - source.ndim
     made = [a for a, n in enumerate(result.shape) if n > 1 and (a < offset or source.shape[a - offset] == 1)]
     return [free_layer(result, axis, False, flow) for axis in made]

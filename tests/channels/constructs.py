@@ -7,6 +7,7 @@ from tests.channels.nets_borrowed import BORROWED
 from tests.channels.nets_choices import CHOICES
 from tests.channels.nets_constants import CONSTANTS
 from tests.channels.nets_convolutions import CONVOLUTIONS
+from tests.channels.nets_heads import HEAD_CONSTRUCTS
 from tests.channels.nets_indexing import INDEXING
 from tests.channels.nets_layout import LAYOUT
 from tests.channels.nets_norms import NORMS
@@ -29,6 +30,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *ATTENTION,
     *PRODUCTS,
     *CHOICES,
+    *HEAD_CONSTRUCTS,
     *ALIASING,
     *NORMS,
     *UNMOVED,

@@ -1,4 +1,6 @@
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,22 @@ def causal(steps: int) -> Tensor:
 @functools.cache
 def halves() -> float:
     return 0.5
+
+
+def remembers_unless_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator as transformers has one, which holds the function that remembers."""
+    remembering = functools.lru_cache(maxsize=4)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args) if torch.compiler.is_compiling() else remembering(*args)
+
+    return call
+
+
+@remembers_unless_compiled
+def table(height: int, width: int) -> Tensor:
+    return torch.arange(height * width).view(height, width) / height
 
 
 class Heads(nn.Module):
@@ -66,6 +84,31 @@ def test_and_past_methods() -> None:
     model, traced = Remembers(), torch.randn(2, 5, 4)
     model(traced)
     exact(model, traced, torch.randn(3, 7, 4), torch.randn(1, 2, 4))
+
+
+class RemembersByDecorator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @remembers_unless_compiled
+    def rows(self, batch: int, steps: int) -> int:
+        return batch * steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, steps, width = x.shape
+        rows = self.linear(x).reshape(self.rows(batch, steps), width)
+        return rows.reshape(x.shape) + table(steps, width)
+
+
+def test_and_past_decorators_that_remember() -> None:
+    model, traced = RemembersByDecorator(), torch.randn(2, 5, 4)
+    model(traced)
+    held = table.__closure__
+    assert held is not None
+    before = [cell.cell_contents for cell in held]
+    exact(model, traced, torch.randn(3, 7, 4), torch.randn(1, 2, 4))
+    assert [cell.cell_contents for cell in held] == before
 
 
 def test_two_tensors_of_one_size_keep_their_own_sizes() -> None:

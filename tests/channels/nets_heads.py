@@ -1,0 +1,246 @@
+"""What heads of attention meet in models of language, sound and images: tables, masks, states and systems."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.channels.construct import Construct, Inputs, sequences
+
+WIDTH, HEADS, SIZE = 6, 3, 4
+
+
+def _with_mask(batch: int) -> Inputs:
+    """Sequences, and what is added for each pair of places, in all heads alike."""
+    (x,) = sequences()(batch)
+    return x, torch.randn(batch, x.shape[1], x.shape[1], dtype=x.dtype)
+
+
+def _with_places(batch: int) -> Inputs:
+    """Sequences, and numbers by which their places are ordered."""
+    (x,) = sequences()(batch)
+    return x, torch.rand(batch, x.shape[1], dtype=x.dtype)
+
+
+class Attention(nn.Module):
+    """Three heads; the variants below change what they compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
+        self.out = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, -1, SIZE).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return q, k, v
+
+    def joined(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class MaskRepeated(Attention):
+    """A mask of one head is copied for all, as often as the code says."""
+
+    def copied(self, mask: Tensor, heads: int) -> Tensor:
+        return mask.unsqueeze(1).repeat(1, HEADS, 1, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.joined(x, F.scaled_dot_product_attention(q, k, v, self.copied(mask, q.shape[1])))
+
+
+class MaskRepeatedByShape(MaskRepeated):
+    """As often as there are heads."""
+
+    def copied(self, mask: Tensor, heads: int) -> Tensor:
+        return mask[:, None].repeat((1, heads, 1, 1))
+
+
+class MaskTiled(MaskRepeated):
+    """By the function that NumPy has, too."""
+
+    def copied(self, mask: Tensor, heads: int) -> Tensor:
+        return torch.tile(mask[:, None], dims=(1, heads, 1, 1))
+
+
+class MaskInterleaved(MaskRepeated):
+    """Each index along the axis of one head is copied."""
+
+    def copied(self, mask: Tensor, heads: int) -> Tensor:
+        return mask.unsqueeze(1).repeat_interleave(heads, dim=1)
+
+
+class MaskInterleavedByNumber(MaskRepeated):
+    """The same with the number written down, and by the function."""
+
+    def copied(self, mask: Tensor, heads: int) -> Tensor:
+        return torch.repeat_interleave(mask.unsqueeze(1), HEADS, dim=1)
+
+
+class MaskInBatch(Attention):
+    """Copies of the mask lie along the batch, where the heads are, as in `nn.MultiheadAttention`."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (each.flatten(0, 1) for each in self.heads(x))
+        copies = mask.unsqueeze(1).repeat(1, HEADS, 1, 1).flatten(0, 1)
+        y = (torch.baddbmm(copies, q, k.transpose(-2, -1), alpha=0.5).softmax(-1)) @ v
+        return self.joined(x, y.view(x.shape[0], -1, x.shape[1], SIZE))
+
+
+class SharedPlaces(Attention):
+    """Values made for one head are copied for all and added: they stay, and heads can go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Linear(WIDTH, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        k = k + self.places(x).unsqueeze(1).repeat(1, HEADS, 1, 1)
+        return self.joined(x, F.scaled_dot_product_attention(q, k, v))
+
+
+class TokensChosen(nn.Module):
+    """Tokens are picked by an index that is copied for each channel, as in masked autoencoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.token = nn.Linear(WIDTH, 8), nn.Parameter(torch.randn(1, 1, 8))
+        self.out = nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        hidden = self.first(x)
+        index = order.argsort(1)[:, :3].unsqueeze(-1).repeat(1, 1, hidden.shape[-1])
+        chosen = torch.gather(hidden, 1, index)
+        return self.out(torch.cat([self.token.expand(len(x), -1, -1), chosen], 1).relu())
+
+
+class RotaryAsWideAsTable(Attention):
+    """A part of each head is turned, as wide as a table whose columns are copied one by one (Moonshine)."""
+
+    rate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rate", torch.rand(SIZE // 4))
+
+    def angles(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], dtype=x.dtype)
+        return (place[:, None] * self.rate).repeat_interleave(2, dim=-1)
+
+    def turn(self, x: Tensor, angles: Tensor) -> Tensor:
+        wide = angles.shape[-1]
+        turned, passed = x[..., :wide], x[..., wide:]
+        left, right = turned.chunk(2, -1)
+        turned = turned * angles.cos() + torch.cat([-right, left], -1) * angles.sin()
+        return torch.cat([turned, passed], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        angles = self.angles(x)
+        return self.joined(x, F.scaled_dot_product_attention(self.turn(q, angles), self.turn(k, angles), v))
+
+
+class RotaryAsWideAsHalfTable(RotaryAsWideAsTable):
+    """The first half of the columns of a doubled table, each copied (GLM)."""
+
+    def angles(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], dtype=x.dtype)
+        both = torch.cat([place[:, None] * self.rate] * 2, -1)
+        return both[..., : both.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+
+class RotaryPairs(Attention):
+    """Pairs of neighbours are turned and laid out as the query is (RoFormer)."""
+
+    sin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sin", torch.randn(9, SIZE))
+
+    def turn(self, x: Tensor) -> Tensor:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape_as(x)
+        return x + turned * self.sin[: x.shape[2]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.joined(x, F.scaled_dot_product_attention(self.turn(q), self.turn(k), v))
+
+
+class StateOfZeros(Attention):
+    """Linear attention begins with a state of zeros for each head (MiniMax)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        state = torch.zeros(x.shape[0], HEADS, SIZE, SIZE, dtype=x.dtype)
+        first = q @ state
+        state = 0.5 * state + k.transpose(-2, -1) @ v
+        return self.joined(x, first + q @ state)
+
+
+class SystemInHeads(Attention):
+    """Each head solves a triangular system (gated delta nets)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, k, v = self.heads(x)
+        system = 0.1 * (k @ k.transpose(-2, -1)).tril(-1) + torch.eye(x.shape[1], dtype=x.dtype)
+        return self.joined(x, torch.linalg.solve_triangular(system, v, upper=False, unitriangular=True))
+
+
+class SystemFromTheRight(Attention):
+    """The unknowns stand on the left of the system."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, k, v = self.heads(x)
+        system = 0.1 * (k @ k.transpose(-2, -1)).tril(-1) + torch.eye(x.shape[1], dtype=x.dtype)
+        solved = torch.linalg.solve_triangular(system, v.transpose(-2, -1), upper=False, left=False)
+        return self.joined(x, solved.transpose(-2, -1))
+
+
+class SharedSystem(nn.Module):
+    """One system for all examples: the columns of what is given are solved alone, and can go."""
+
+    system: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.register_buffer("system", torch.eye(5) + torch.rand(5, 5).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.linalg.solve_triangular(self.system, self.first(x), upper=True))
+
+
+class SystemOfChannels(nn.Module):
+    """Channels are the unknowns of a system, which mixes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+        self.register_buffer("system", torch.eye(5) + torch.rand(5, 5).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).transpose(1, 2)
+        return self.out(torch.linalg.solve_triangular(self.system, hidden, upper=True).transpose(1, 2))
+
+
+ONE_HEAD = 3 * SIZE
+HEAD_CONSTRUCTS: tuple[Construct, ...] = (
+    Construct(MaskRepeated, _with_mask, removed=ONE_HEAD),
+    Construct(MaskRepeatedByShape, _with_mask, removed=ONE_HEAD),
+    Construct(MaskTiled, _with_mask, removed=ONE_HEAD),
+    Construct(MaskInterleaved, _with_mask, removed=ONE_HEAD),
+    Construct(MaskInterleavedByNumber, _with_mask, removed=ONE_HEAD),
+    Construct(MaskInBatch, _with_mask, removed=ONE_HEAD),
+    Construct(SharedPlaces, sequences(), removed=ONE_HEAD, reason="values that have none"),
+    Construct(TokensChosen, _with_places, removed=4),
+    Construct(RotaryAsWideAsTable, sequences(), removed=ONE_HEAD),
+    Construct(RotaryAsWideAsHalfTable, sequences(), removed=ONE_HEAD),
+    Construct(RotaryPairs, sequences(), removed=ONE_HEAD),
+    Construct(StateOfZeros, sequences(), removed=ONE_HEAD),
+    Construct(SystemInHeads, sequences(), removed=2 * SIZE),
+    Construct(SystemFromTheRight, sequences(), removed=2 * SIZE),
+    Construct(SharedSystem, sequences(), removed=4),
+    Construct(SystemOfChannels, sequences(), reason="a system of equations mixes these channels"),
+)
