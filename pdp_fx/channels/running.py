@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,6 +22,7 @@ from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.objects import MethodOf
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE
 from pdp_fx.tracing.unfused import unfused_attention
+from pdp_fx.tracing.writer import REPAIRS
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
 
@@ -33,6 +35,7 @@ class _FlowInterpreter(Interpreter):
     ) -> None:
         super().__init__(gm)
         self.flow = flow
+        self.unused = _repairs_in_training(gm.graph)
         self.after = after
         self.can_mask = can_mask
 
@@ -58,6 +61,9 @@ class _FlowInterpreter(Interpreter):
 
     def run_followed(self, node: fx.Node) -> Any:
         """Run a node with labels, or without them if it is opaque."""
+        if node in self.unused:
+            with no_dispatch():
+                return super().run_node(node)
         if pools_regions(self.module, node):
             with no_dispatch():
                 result = super().run_node(node)
@@ -81,6 +87,28 @@ class _FlowInterpreter(Interpreter):
             if isinstance(leaf, Tensor) and not any(leaf is tensor for tensor in read):
                 self.flow.put(leaf, ())
         return result
+
+
+def _repairs_in_training(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that replace numbers which are not finite in training mode only, and what is made of them."""
+    repairs: set[fx.Node] = set()
+    for node in graph.nodes:
+        if REPAIRS in node.meta or not repairs.isdisjoint(node.all_input_nodes):
+            repairs.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes) if repairs else ():
+        idle = node.op != "output" and all(
+            user in found or _picks_in_training(user, node) for user in node.users
+        )
+        if node in repairs and idle:
+            found.add(node)
+    return found
+
+
+def _picks_in_training(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a node picks another one by the training flag, in training mode only."""
+    by_mode: Any = user.args[0] if user.target is operator.getitem else None
+    return isinstance(by_mode, dict) and by_mode.get(True) is node and by_mode.get(False) is not node
 
 
 def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:

@@ -84,7 +84,7 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
 
 
 def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording | None:
-    """One mode recorded; None if it branches on random numbers to do more than to skip something."""
+    """One mode recorded; None if a branch that is recorded both ways does more than its kind may."""
 
     def again(answers: Answers | None) -> Recording:
         return forgetting(
@@ -93,14 +93,14 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
             expected=(UnrecordableError,),
         )
 
-    if not training or not findings.follows_draws:
+    if not findings.follows_draws:
         return again(None)
     try:
         recording = again(lambda _: False)
     except UnrecordableError:
         raise
     except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
-        _log.info("fails where branches on random numbers are not taken: %s", err)
+        _log.info("fails where branches are not taken: %s", err)
         return None
     return with_choices(recording, again) if recording.draws else recording
 

@@ -142,6 +142,30 @@ def only_checks(frame: FrameType, value: bool) -> bool:
     return False
 
 
+def only_assigns(frame: FrameType) -> bool:
+    """Whether the truth of a tensor, asked for by the frame, decides about nothing but assignments.
+
+    True for `if bad: x = ...`, also where `not` or `and` lie between.
+    """
+    located = expression_at(frame)
+    if located is None:
+        return False
+    child: ast.AST = located.node
+    for parent in reversed(located.parents):
+        if isinstance(parent, ast.If):
+            assigns = all(
+                isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign) for each in parent.body
+            )
+            return child is parent.test and assigns and not parent.orelse
+        combines = isinstance(parent, ast.UnaryOp) or (
+            isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And)
+        )
+        if not combines:
+            return False
+        child = parent
+    return False
+
+
 def _truth(parent: ast.AST, child: ast.AST, value: bool) -> bool | None:
     """The truth of a `not`, `and` or `or` around an operand with this truth, given that nothing failed.
 

@@ -40,7 +40,7 @@ class Findings:
         casts: the globals of code in which `int` and `float` are replaced by functions that return live
             numbers, as in `Session.cast_in`; None if they are never replaced.
         follows_ragged: whether sizes that depend on the numbers in a tensor may become live numbers.
-        follows_draws: whether branches on random numbers may become choices.
+        follows_draws: whether branches on random numbers, or on whether numbers are finite, become choices.
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
     """
@@ -77,7 +77,7 @@ class Findings:
             return replace(self.anew(), follows_ragged=False)
         if self.casts:
             return replace(self.anew(), follows_ragged=self.follows_ragged, casts=None)
-        if self.follows_draws and any(step.skipped for made, _ in self._made.values() for step in made.steps):
+        if self.follows_draws and any(made.draws for made, _ in self._made.values()):
             self.follows_draws = False
             return replace(self.anew(), follows_ragged=self.follows_ragged, casts=self.casts)
         return None

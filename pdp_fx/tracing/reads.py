@@ -182,7 +182,7 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
     truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):
-        way = recorder.drawn(value)
+        way = recorder.way(value, frame)
         if way is not None:
             return way
         raise NumberReadError("branches on the numbers in a tensor", truth)

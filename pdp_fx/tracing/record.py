@@ -25,13 +25,13 @@ def record(
         model: the model; the caller restores its state.
         example: the arguments; tensors in them may change.
         findings: what is known of the model, such as the parts to keep whole; what is learned is added.
-        answers: which way to go at each branch on random numbers alone, by its number; None to refuse such.
+        answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
 
     Raises:
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or
             method.
     """
-    recorder = Recorder(model, findings, answers)
+    recorder = Recorder(model, findings, answers, draws=model.training)
     try:
         call = bind(recorder, model, example)
         with listening(recorder):

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.dtypes import Dtypes
+from pdp_fx.tracing.expressions import only_assigns
 from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.objects import Apply
@@ -27,7 +29,7 @@ from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Session, live, note_fixed
-from pdp_fx.tracing.skipping import is_drawn
+from pdp_fx.tracing.skipping import asks_finite, is_drawn
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
     Draw,
@@ -63,11 +65,16 @@ class Recorder:
     Args:
         model: the model that runs.
         findings: what is known of the model, such as the parts to keep whole.
-        answers: which way to go at each branch on random numbers alone, by its number; None to refuse such.
+        answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
+        draws: whether branches on random numbers alone are among them.
     """
 
     def __init__(
-        self, model: nn.Module, findings: Findings, answers: Callable[[int], bool] | None = None
+        self,
+        model: nn.Module,
+        findings: Findings,
+        answers: Callable[[int], bool] | None = None,
+        draws: bool = False,
     ) -> None:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
@@ -86,6 +93,7 @@ class Recorder:
         self.parts = Parts()
         self.draws: list[Draw] = []
         self._answers = answers
+        self._follows_draws = draws
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._buffers = dict(model._buffers)
@@ -268,16 +276,19 @@ class Recorder:
         finally:
             self._inside = before
 
-    def drawn(self, value: Value) -> bool | None:
-        """Which way to go at a branch on a value; None if it may depend on data, or is not to be followed."""
-        if self._answers is None or self.inside or not is_drawn(value):
+    def way(self, value: Value, frame: FrameType | None) -> bool | None:
+        """Which way to go at a branch of a frame on a value; None if it is not to be followed both ways."""
+        if self._answers is None or self.inside:
+            return None
+        repairs = frame is not None and asks_finite(value) and only_assigns(frame)
+        if not repairs and not (self._follows_draws and is_drawn(value)):
             return None
         known = next((number for number, draw in enumerate(self.draws) if draw.value is value), None)
         if known is None:
             known = len(self.draws)
             if known == MOST_DRAWS:
                 return None
-            self.draws.append(Draw(value, len(self.steps), self.scope, source_line()))
+            self.draws.append(Draw(value, len(self.steps), self.scope, source_line(), repairs))
         return self._answers(known)
 
     @contextmanager

@@ -4,6 +4,9 @@ A branch on random numbers alone depends on no data, so both of its ways can be 
 steps is the one that the graph is flat for. Where the other way leaves steps out and goes on with another
 value, `kept_unless` chooses between the two; the code of the graph runs the steps only if they are needed
 (`pdp_fx.tracing.blocks`).
+
+A branch that replaces numbers which are not finite, as detection transformers have it, is recorded both ways,
+too. There `torch.where` chooses: what the branch computes is cheap, and no number is read out of a tensor.
 """
 
 import logging
@@ -84,6 +87,30 @@ def is_drawn(value: Any) -> bool:
         return False
     data = [part for part in all_values((value.args, value.kwargs)) if is_data(part) and not _asks_kind(part)]
     return (value.random or bool(data)) and all(map(is_drawn, data))
+
+
+def asks_finite(value: Any) -> bool:
+    """Whether a value says of tensors, all together, whether their numbers are finite."""
+    if not isinstance(value, Step) or value.reason or value.op not in ("call_function", "call_method"):
+        return False
+    name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
+    data = [part for part in all_values((value.args, value.kwargs)) if is_data(part)]
+    return name in _ASKS or (name in _COMBINES and bool(data) and all(map(asks_finite, data)))
+
+
+def _note_asking(value: Any) -> None:
+    """Note of the steps that find whether numbers are finite that they serve a repair."""
+    if asks_finite(value):
+        value.repairs = True
+        for part in all_values((value.args, value.kwargs)):
+            _note_asking(part)
+
+
+_ASKS = frozenset({"isfinite", "isinf", "isnan"})
+_COMBINES = frozenset({
+    "all", "any", "logical_not", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "bitwise_not",
+    "or_", "and_", "invert", "__or__", "__and__", "__invert__", "max", "sum",
+})  # fmt: skip
 
 
 def _asks_kind(value: Any) -> bool:
@@ -222,9 +249,14 @@ class _Merge:
             if step in own or (step.target is torch._assert and not own.isdisjoint(_steps_in(step.args)))
         ]
         self.regions[number] = _Region(inside)
+        repairs = self.full.draws[number].repairs
+        if repairs and any(step.changes or step.random or step.updates for step in inside):
+            raise _DiffersError("what is left out has effects of its own")
         for step in inside:
-            step.skipped = number + 1
+            step.skipped, step.repairs = 0 if repairs else number + 1, repairs
             self._region_of[step] = number
+        if repairs:
+            _note_asking(self.full.draws[number].value)
 
     def _choose(self, made: Any, instead: Any) -> None:
         """Note that another value goes on where the step that makes one is left out."""
@@ -233,16 +265,16 @@ class _Merge:
             raise _DiffersError("more differs than what is left out")
         choices, draw = self.regions[number].choices, self.full.draws[number]
         if made not in choices:
-            told = (None, instead, made)
-            choices[made] = Step("call_function", kept_unless, told, {}, draw.scope, draw.source)
-            choices[made].skipped = number + 1
+            told, by = (None, instead, made), torch.where if draw.repairs else kept_unless
+            choice = choices[made] = Step("call_function", by, told, {}, draw.scope, draw.source)
+            choice.skipped, choice.repairs = 0 if draw.repairs else number + 1, draw.repairs
         elif identity(choices[made].args[1]) != identity(instead):
             raise _DiffersError("more differs than what is left out")
 
     def _rewritten(self) -> Recording:
         """The full recording in which all that follows a region uses its choices."""
         steps: list[Step] = []
-        ends = {region.steps[-1]: region for region in self.regions.values()}
+        ends = {region.steps[-1]: number for number, region in self.regions.items()}
         starts = {region.steps[0]: number for number, region in self.regions.items()}
         flags: dict[int, Value] = {}
         for step in self.full.steps:
@@ -252,8 +284,8 @@ class _Merge:
             self._use_choices(step, self._region_of.get(step))
             steps.append(step)
             if step in ends:
-                for choice in ends[step].choices.values():
-                    number = choice.skipped - 1
+                number = ends[step]
+                for choice in self.regions[number].choices.values():
                     choice.args = (flags[number], *choice.args[1:])
                     self._use_choices(choice, number)
                     steps.append(choice)
@@ -269,6 +301,7 @@ class _Merge:
         if number not in self.taken:
             return draw.value
         flag = Step("call_function", torch.logical_not, (draw.value,), {}, draw.scope, draw.source)
+        flag.repairs = draw.repairs
         steps.append(flag)
         return flag
 

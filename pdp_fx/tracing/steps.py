@@ -82,6 +82,7 @@ class Step:
         decides: whether it is a check of a comparison of sizes by which the model's code decided.
         recomputed: the number, from 1, of the call of `torch.utils.checkpoint` that it is a part of; else 0.
         skipped: the number, from 1, of the branch on random numbers that may skip it; else 0.
+        repairs: whether it computes what goes on where numbers are not finite.
     """
 
     op: str
@@ -104,6 +105,7 @@ class Step:
     decides: bool = False
     recomputed: int = 0
     skipped: int = 0
+    repairs: bool = False
 
     @property
     def called(self) -> str:
@@ -139,19 +141,21 @@ Value = Step | Attribute | Constant | Expr
 
 @dataclass(frozen=True)
 class Draw:
-    """A branch of the model on random numbers alone.
+    """A branch of the model on random numbers alone, or on whether all numbers are finite.
 
     Attributes:
         value: the tensor that it asked for its truth.
         place: how many steps came before it.
         scope: the module call that it happened in.
         source: the line of the model's code, `file.py:line`.
+        repairs: whether it asks if numbers are finite, and assigns others if not.
     """
 
     value: Value
     place: int
     scope: Scope
     source: str
+    repairs: bool
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class Recording:
         outcome: the outcome of the run; None if nothing was run.
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
-        draws: where the model branched on random numbers alone, in order.
+        draws: where the model branched on random numbers alone or on whether numbers are finite, in order.
     """
 
     steps: tuple[Step, ...]

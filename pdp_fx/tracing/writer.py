@@ -29,6 +29,9 @@ _CHANGES_STATE = (
     torch._assert,
 )
 
+REPAIRS = "repairs"
+"""The mark of nodes that compute what goes on where numbers are not finite."""
+
 CONSTANT = "_tensor_constant"
 """The beginning of the names of constants: tensors from before the run, or made of plain numbers."""
 
@@ -82,6 +85,8 @@ class Writer:
             node = self._gated(step.op, target, args, kwargs, gate)
         if step.reason:
             node.meta["opaque"] = step.reason
+        if step.repairs:
+            node.meta[REPAIRS] = True
         if step.decides:
             node.meta["decides"] = True
         if step.observed or step.random or step.updates:

@@ -225,6 +225,30 @@ class SystemOfChannels(nn.Module):
         return self.out(torch.linalg.solve_triangular(self.system, hidden, upper=True).transpose(1, 2))
 
 
+class RepairsInTraining(nn.Module):
+    """In training, numbers that are not finite are replaced, as in detection transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(WIDTH, 8), nn.Linear(8, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.training and not torch.isfinite(x).all():
+            x = x.clamp(-1e9, 1e9)
+        return self.out(self.second(x).relu())
+
+
+class RepairsAlways(RepairsInTraining):
+    """The same in eval mode, too, where it asks for numbers of all channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if x.isnan().any():
+            x = torch.nan_to_num(x)
+        return self.out(self.second(x).relu())
+
+
 ONE_HEAD = 3 * SIZE
 HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(MaskRepeated, _with_mask, removed=ONE_HEAD),
@@ -242,5 +266,7 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(SystemInHeads, sequences(), removed=2 * SIZE),
     Construct(SystemFromTheRight, sequences(), removed=2 * SIZE),
     Construct(SharedSystem, sequences(), removed=4),
+    Construct(RepairsInTraining, sequences(), removed=8),
+    Construct(RepairsAlways, sequences(), removed=4, reason="any runs over these channels"),
     Construct(SystemOfChannels, sequences(), reason="a system of equations mixes these channels"),
 )
