@@ -17,6 +17,7 @@ from torch import fx, nn
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
+from pdp_fx.channels.record import ALIGNED
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.granularity import Channels
 from pdp_fx.masks import ChannelMask, MaskLayout
@@ -102,6 +103,7 @@ def _mask_group(
         group.width,
         group.parts,
         block=_block(found, group),
+        multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     mask.copies = not ctx.get(Sites).trained.isdisjoint(names)

@@ -26,6 +26,7 @@ class ChannelPolicy(MaskPolicy):
         parts: index sets that the model splits off or picks out of the channels; the best channel of each
             always stays.
         block: how many channels of each layer go with one of the group's, or a divisor of that.
+        multiple: the number of channels that each layer keeps is a multiple of this.
         copies: whether the mask must be computed from copies of the weights, because the model itself writes
             to them in training and the mask's gradient needs their earlier values.
     """
@@ -38,6 +39,7 @@ class ChannelPolicy(MaskPolicy):
         self.width = site.width
         self.parts = site.parts
         self.block = site.block
+        self.multiple = site.multiple
         self.set_tables()
 
     def set_tables(self) -> None:

@@ -143,7 +143,8 @@ class Planner:
 
 def _rounded(counts: list[int], masks: list[ChannelPolicy], rule: Channels, most: list[int]) -> list[int]:
     """The nearest counts that leave every layer a multiple of ``round_to`` channels; a head is several."""
-    steps = [rule.round_to // math.gcd(rule.round_to, mask.block) for mask in masks]
+    multiples = [(math.lcm(rule.round_to, mask.multiple), mask.block) for mask in masks]
+    steps = [multiple // math.gcd(multiple, block) for multiple, block in multiples]
     return [
         rounded(count, mask.width, step, limit)
         for count, mask, step, limit in zip(counts, masks, steps, most, strict=True)

@@ -67,6 +67,7 @@ class MaskSite:
             moved to axis 1.
         block: for a channel group, how many channels of a layer go with each of its channels, such as the
             dimensions of a head: the greatest number that divides this count in every layer.
+        multiple: for a channel group, the number of channels that a layer keeps is a multiple of this.
     """
 
     names: tuple[str, ...]
@@ -79,6 +80,7 @@ class MaskSite:
     pruned_decay: float = 0.0
     axis: int = 1
     block: int = 1
+    multiple: int = 1
 
     @property
     def weight(self) -> Tensor:

@@ -267,6 +267,7 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         stand_ins=record.stand_ins,
         by_sizes=record.by_sizes,
         alone=alone,
+        aligned=distinct(classes[concatenated(record.aligned)]),
         inner=record.inner,
     )
 

@@ -71,6 +71,7 @@ class ChannelMap:
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
         by_sizes: whether what is done to channels may be something else on inputs of other sizes.
         alone: whether an axis of the example has one index, so that one of channels may hold another, too.
+        aligned: the classes of which a multiple of `ALIGNED` has to stay.
         inner: the nodes at which channels inside others, such as heads, were followed instead of those.
     """
 
@@ -94,6 +95,7 @@ class ChannelMap:
     stand_ins: dict[str, StandIn]
     by_sizes: bool
     alone: bool
+    aligned: np.ndarray
     inner: frozenset[str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelMap:

@@ -125,6 +125,9 @@ class Sized:
     shaped: bool = False
 
 
+ALIGNED = 8
+"""Grouped products read rows of a multiple of 16 bytes, which are so many numbers in half precision."""
+
 Tainted = tuple[int | None, int, Tensor]
 """A number of channels in the result of a node: its position if that is a shape, else None; the axis of the
 channels in the tensor whose size was read; and their labels."""
@@ -178,6 +181,7 @@ class Record:
         reorders: whether an operation put axes into another order, so that the first need not be the batch.
         by_sizes: whether what is done to channels may be something else on inputs of other sizes.
         masked: parameter axes that must be masked because of inputs of other sizes.
+        aligned: labels of which a multiple of `ALIGNED` has to stay.
         choices: (node, labels) where channels along an outer axis could be followed or those inside them;
             the labels are those of the outer ones.
         inner: the nodes at which those inside were followed.
@@ -212,6 +216,7 @@ class Record:
     reorders: bool = False
     by_sizes: bool = False
     masked: frozenset[Slot] = frozenset()
+    aligned: list[np.ndarray] = field(default_factory=list[np.ndarray])
     choices: list[tuple[str, np.ndarray]] = field(default_factory=list[tuple[str, np.ndarray]])
     inner: frozenset[str] = frozenset()
 

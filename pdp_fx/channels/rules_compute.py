@@ -255,6 +255,9 @@ def grouped_product(call: Call, flow: LabelFlow) -> None:
     for layer in layers:
         if len(layer.support) > 1:
             flow.freeze(layer.ids, "it lies along both axes of a matrix")
+    if call.func.namespace == "aten":
+        read_rows = [] if read is None else [read]
+        flow.record.aligned += [layer.ids.reshape(-1).numpy() for layer in (*layers, *read_rows)]
     uses = data.shape[0] / weight.shape[0]
     flow.contract(weight, data, uses, None if read is None else read.ids.reshape(-1))
     consume(read, along(layers, 1), flow)

@@ -20,7 +20,7 @@ from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.objects import MethodOf
-from pdp_fx.tracing.steps import DIFFERS_BY_MODE
+from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.writer import REPAIRS
 
@@ -118,10 +118,9 @@ def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
     if isinstance(inside, torch.jit.ScriptModule):
         return f"{kind} is compiled by TorchScript", "script the converted model instead"
     said = f": it {how}" if how and how != DIFFERS_BY_MODE else ""
-    return (
-        f"{kind} decides by its data what it does{said}",
-        "choose with tensor operations such as torch.where",
-    )
+    torch_draws = "draw them by torch, as in torch.rand([])"
+    remedy = torch_draws if DRAWS_OUTSIDE in said else "choose with tensor operations such as torch.where"
+    return f"{kind} decides by its data what it does{said}", remedy
 
 
 KNOWN_HOMES = ("torch.nn.", "torch.ao.nn.", "pdp_fx.ops.", "pdp_fx.masks")

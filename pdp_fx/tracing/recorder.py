@@ -32,6 +32,7 @@ from pdp_fx.tracing.sizes import Session, live, note_fixed
 from pdp_fx.tracing.skipping import asks_finite, is_drawn
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
+    DRAWS_OUTSIDE,
     Draw,
     Expr,
     NumberReadError,
@@ -215,7 +216,7 @@ class Recorder:
     def check_drawn(self) -> None:
         """Refuse what the current module itself has drawn so far from other generators than torch's."""
         if self.watch.has_drawn_outside():
-            raise UnrecordableError("draws random numbers outside torch", Whole(self.scope.path))
+            raise UnrecordableError(DRAWS_OUTSIDE, Whole(self.scope.path))
 
     def decided(self, fact: Expr, on_purpose: bool = False) -> None:
         """Add a check that a comparison of sizes, by which the model's code decided, has the same result.

@@ -20,6 +20,9 @@ from pdp_fx.tracing.outcome import Outcome
 DIFFERS_BY_MODE = "acts differently in training mode"
 """The reason for keeping a module whole that has no weights and whose code follows the mode, not the data."""
 
+DRAWS_OUTSIDE = "draws random numbers outside torch"
+"""The reason for keeping a module whole that draws by NumPy or Python."""
+
 
 @dataclass(frozen=True)
 class Scope:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +22,27 @@ class Between(nn.Module):
 
     def act(self, x: Tensor) -> Tensor:
         return x
+
+
+class Dropped(nn.Module):
+    """Leaves its layer out at random while it trains, by a number of NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = np.random.uniform()
+        return x if self.training and drawn < 0 else x + self.conv(x)
+
+
+class DroppedByNumPy(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Dropped()
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.layer(x)
 
 
 class SoftmaxOverChannels(Between):
@@ -547,6 +569,7 @@ REFUSALS = (
     Construct(PlacesAreCounted, images(), removed=3, reason="a dropped channel is not 0"),
     Construct(NormOverTwoAxes, images(), removed=3, reason="mean runs over these channels"),
     Construct(CopiesByTensor, images(), removed=3, reason="repeat_interleave is told sizes"),
+    Construct(DroppedByNumPy, images(), removed=3, reason="draw them by torch, as in torch.rand([])"),
     Construct(EnlargesGreyImages, images(), removed=4, reason="together are one"),
     Construct(FoldsIntoOne, images(), removed=4, reason="together are one"),
     Construct(GatedIntoOne, images(), removed=4, reason="together are one"),

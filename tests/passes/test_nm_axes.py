@@ -161,3 +161,17 @@ def test_the_matrices_of_grouped_products_are_weights() -> None:
     pdp_fx.step(prepared)
     left = pdp_fx.convert(prepared).get_parameter("weight")
     assert bool((left.unflatten(-1, (-1, 4)) == 0).sum(-1).eq(2).all())
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.8])
+def test_experts_keep_rows_that_a_grouped_product_can_read(ratio: float) -> None:
+    """It reads rows of a multiple of 16 bytes."""
+    torch.manual_seed(0)
+    inputs = torch.randn(6, 8), torch.randperm(6), torch.tensor([1, 4, 6], dtype=torch.int32)
+    prepared = pdp_fx.prepare(Gated(), PruneSpec(Channels(ratio), schedule=Schedule(0, 1.0)), inputs)
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    assert torch.allclose(converted(*inputs), prepared(*inputs), atol=1e-5)
+    up, down = converted.get_parameter("up"), converted.get_parameter("down")
+    assert all(size % 8 == 0 for size in (*up.shape[1:], *down.shape[1:]))
+    assert up.numel() < 3 * 32 * 16
