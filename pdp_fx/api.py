@@ -95,6 +95,8 @@ def prepare(
         if watch.record is not None and watch.sites is not None:
             ctx.put(watch.sites)
         PREPARE.run(gm, ctx, on_pass)
+        # Passes have put other layers in the place of some.
+        join_methods(gm)
         _keep_findings(gm, pruner, ctx)
         pruner.set_seal()
         pruner.to(_device(model))

@@ -65,6 +65,8 @@ RULE_MODULES = (
 """The rule files; importing them registers their rules."""
 
 RETURNED = "the model returns these channels"
+TOGETHER = "all of these channels go together, and some must stay"
+SINGLE = "no other channel is made and read by the same layers, and one of such must stay"
 UNUSED = "the model cuts these rows off and never uses them"
 
 
@@ -241,8 +243,10 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
     parts = (classes[ids.numpy()] for ids in [*record.parts, *carried])
     groups = [
-        _with_streams(each, normed) for each in collect_groups(slots, makes, stays, parts, len(classes))
+        _with_streams(_explained(each, slots), normed)
+        for each in collect_groups(slots, makes, stays, parts, len(classes))
     ]
+    alone_in_group = [group.classes for group in groups if len(group.classes) == 1]
     met = np.zeros(len(classes), dtype=bool)
     met[record.ties.joined()] = True
     return ChannelMap(
@@ -252,7 +256,7 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         # Sending a model to another process moves the memory of its tensors, from under views of it, too.
         ids={slot: ids.numpy().copy() for slot, ids in record.slots.items()},
         met=met,
-        stays=distinct(concatenated(kept for kept, _ in stays)),
+        stays=distinct(concatenated([*(kept for kept, _ in stays), *alone_in_group])),
         grouped=record.grouped,
         masked=masked,
         norms=tuple(record.norms),
@@ -270,6 +274,15 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         aligned=distinct(classes[concatenated(record.aligned)]),
         inner=record.inner,
     )
+
+
+def _explained(group: ChannelGroup, slots: dict[Slot, np.ndarray]) -> ChannelGroup:
+    """The group with a reason if it cannot lose anything, because all of it is one channel."""
+    if group.reasons or group.width > 1:
+        return group
+    made_by = group.producers[0]
+    several = int((slots[made_by] == group.classes[0]).sum()) > 1
+    return replace(group, reasons=(Reason(made_by.tensor, "", TOGETHER if several else SINGLE),))
 
 
 def _with_streams(group: ChannelGroup, normed: list[Stay]) -> ChannelGroup:

@@ -91,6 +91,20 @@ def _through_made(a: Tensor, b: Tensor) -> Tensor:
     return a @ matrix if a.ndim == 3 else (a[:, None] @ matrix)[:, 0]
 
 
+def _rows_copied(x: Tensor) -> Tensor:
+    """What is made of no channels is copied for all of them, along an axis of one index."""
+    places = torch.arange(x.shape[1], dtype=x.dtype)[:, None].sin()
+    return x * places.repeat(1, x.shape[2]) + places.tile((x.shape[2],))
+
+
+def _solved(x: Tensor) -> Tensor:
+    """A triangular system of tokens."""
+    system = torch.eye(x.shape[1], dtype=x.dtype) + 0.1 * torch.ones(
+        x.shape[1], x.shape[1], dtype=x.dtype
+    ).tril(-1)
+    return torch.linalg.solve_triangular(system, x, upper=False)
+
+
 def _folded(shape: Shape, knob: int) -> Shape | None:
     """Tokens that form a square."""
     size = round(shape[2] ** 0.5)
@@ -193,6 +207,16 @@ PURE: dict[str, Pure] = {
     ),
     "flatten": (_flat, lambda x, k: x.flatten(1)),
     "flatten_last": (_flat, lambda x, k: x.permute(0, 2, 3, 1).reshape(x.shape[0], -1)),
+    "mean_repeated": (
+        only("image"),
+        lambda x, k: x - x.mean((2, 3), keepdim=True).repeat(1, 1, x.shape[2], x.shape[3]),
+    ),
+    "mean_interleaved": (
+        only("tokens"),
+        lambda x, k: x + x.mean(1, keepdim=True).repeat_interleave(x.shape[1], dim=1),
+    ),
+    "rows_copied": (only("tokens"), lambda x, k: _rows_copied(x)),
+    "solved": (only("tokens"), lambda x, k: _solved(x)),
     "dots": (
         lambda shape, k: ("vector", 4, 1) if shape[0] == "vector" and shape[1] % 2 == 0 else None,
         lambda x, k: _dots(x.view(x.shape[0], 2, -1)),
