@@ -315,7 +315,9 @@ def _repeat_fits(node: fx.Node, record: Record) -> bool:
     _, _, given = _sizes_given(node, 1, COPIES)
     if len(values) != 1 or not isinstance(given, (tuple, list)) or len(given) < len(values[0].shape):
         return False
-    return not any(layer.free for layer in values[0].layers)
+    offset = len(given) - len(values[0].shape)
+    copied = {axis - offset for axis, times in enumerate(given) if times != 1}
+    return not any(layer.free and layer.support & copied for layer in values[0].layers)
 
 
 def _interleave(node: fx.Node, job: Job) -> None:

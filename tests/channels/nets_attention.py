@@ -419,7 +419,7 @@ class RotaryInPart(QkvHardCoded):
 
 
 class RotaryOfLength(RotaryInPart):
-    """The longer the sequence, the more of a head is turned."""
+    """The longer the sequence, the more of a head is turned; whole heads can go all the same."""
 
     def angles(self, x: Tensor) -> Tensor:
         return super().angles(x)[..., :1].repeat(1, 1, x.shape[1] // 2)
@@ -632,7 +632,7 @@ ATTENTION = (
     Construct(RotaryPositions, sequences(), removed=HEAD_PRUNING),
     Construct(RotaryEverywhere, sequences(), removed=HEAD_PRUNING),
     Construct(RotaryInPart, sequences(), removed=2 * HEAD_PRUNING),
-    Construct(RotaryOfLength, sequences(), removed=8, reason="is told sizes or positions of these channels"),
+    Construct(RotaryOfLength, sequences(), removed=24),
     Construct(RelativePositions, sequences(), removed=HEAD_PRUNING),
     Construct(RelativePositionsInTwoAxes, sequences(), removed=HEAD_PRUNING),
     Construct(QueryNorm, sequences(), removed=HEAD_PRUNING),

@@ -32,6 +32,13 @@ class SubscriptGiven(Chooses):
         return self.after(self.stem(x)[:, order + 0])
 
 
+class KernelGiven(Chooses):
+    """The model is given a kernel for each channel."""
+
+    def forward(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self.after(F.conv2d(self.stem(x), kernel, groups=8))
+
+
 class OrderLearned(Chooses):
     """The order of scores that training changes."""
 
@@ -302,7 +309,13 @@ def with_order(batch: int) -> Inputs:
     return (*images()(batch), torch.randperm(8))
 
 
+def with_kernel(batch: int) -> Inputs:
+    """Images, and a kernel of one pixel for each of eight channels."""
+    return (*images()(batch), torch.randn(8, 1, 1, 1, dtype=torch.float64))
+
+
 VARYING = (
+    Construct(KernelGiven, with_kernel, removed=3, reason="their kernels in a depthwise convolution"),
     Construct(OrderGiven, with_order, removed=3, reason=TOLD),
     Construct(SubscriptGiven, with_order, removed=3, reason=TOLD),
     Construct(OrderLearned, images(), removed=3, reason=TOLD),
