@@ -5,7 +5,10 @@ that is kept whole, the graph will check the structure of its result; a function
 graph would not pass to it is refused.
 """
 
+import ast
+import inspect
 import operator
+import textwrap
 from typing import Any
 
 import torch
@@ -61,7 +64,35 @@ def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwarg
         name for name, _ in recorder.model.named_parameters()
     ):
         raise UnrecordableError(step.reason, Whole(recorder.scope.path), instead_of=whole)
+    if not whole.path:
+        step.uses |= _mentioned(recorder.model, whole.method)
     return result
+
+
+def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
+    """The parameters and buffers of what a method's code, and that of methods it calls, names after `self`.
+
+    This run may not take the branch that uses them. All of the model's if there is no code to read.
+    """
+    named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    found, todo, seen = set[str](), [method], set[str]()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(type(model), name))))
+        except (OSError, TypeError, SyntaxError, AttributeError):
+            return frozenset(named)
+        asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        todo += [
+            attr
+            for attr in asked
+            if inspect.isfunction(getattr(type(model), attr, None)) and not hasattr(nn.Module, attr)
+        ]
+        found |= asked
+    return frozenset(name for name in named if name.partition(".")[0] in found)
 
 
 def run_function(recorder: Recorder, whole: Whole, function: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -64,14 +64,18 @@ class Match(nn.Module):
         self.narrow = nn.Linear(4, 8)
         self.wide = nn.Linear(8, 12)
         self.inner = nn.Sequential(nn.BatchNorm1d(12), nn.Dropout(0.5))
+        self.rare = nn.Linear(12, 12)
 
     def match(self, x: Tensor) -> Tensor:
         y = self.inner(self.shared(x))
-        return y if y.detach().sum() > 1e9 else 2 * y
+        return self.rarely(y) if y.detach().sum() > 1e9 else 2 * y
+
+    def rarely(self, y: Tensor) -> Tensor:
+        return self.rare(y)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.wide(self.narrow(x).relu()) + self.first(x)
-        return self.last(self.match(self.shared(hidden).relu()))
+        return self.last(self.match(self.shared(self.rare(hidden)).relu()))
 
 
 class Experts(nn.Module):
@@ -249,6 +253,8 @@ def test_what_a_method_kept_whole_uses_itself_is_out_of_reach(rule: Unstructured
     converted = pdp_fx.convert(prepared.eval())
     torch.testing.assert_close(converted(x), prepared(x), rtol=0.0, atol=1e-12)
     assert (converted.get_parameter("shared.weight") != 0).all()
+    # The example does not take the branch in which the method uses it.
+    assert (converted.get_parameter("rare.weight") != 0).all()
     narrow = converted.get_parameter("narrow.weight")
     assert narrow.shape[0] == 4 if isinstance(rule, Channels) else (narrow == 0).any()
     model.train()
