@@ -60,8 +60,9 @@ class MaskChannels(Pass):
         slots, norms = masked_slots(ctx), _norms(gm, ctx.get(ChannelMap))
         placed: Placed = {}
         for group, rule in plan.groups:
-            readers = [*_carriers(ctx, group, slots), *_nodes_of(norms, group)]
-            node = _mask_group(gm, ctx, group, rule, readers)
+            normed = _nodes_of(norms, group)
+            readers = [*_carriers(ctx, group, slots), *normed]
+            node = _mask_group(gm, ctx, group, rule, readers, LEAST_NORMED if normed else 1)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, placed, ctx)
@@ -70,6 +71,10 @@ class MaskChannels(Pass):
             _mask_norm(gm, norm, placed, ctx, swaps)
         swap_modules(gm, swaps)
         return True
+
+
+LEAST_NORMED = 2
+"""How many channels of a group stay if statistics run over them: of one there is no variance."""
 
 
 def _norms(gm: fx.GraphModule, found: ChannelMap) -> list[_Norm]:
@@ -89,7 +94,12 @@ def _nodes_of(norms: list[_Norm], group: ChannelGroup) -> list[fx.Node]:
 
 
 def _mask_group(
-    gm: fx.GraphModule, ctx: Context, group: ChannelGroup, rule: Channels, readers: list[fx.Node]
+    gm: fx.GraphModule,
+    ctx: Context,
+    group: ChannelGroup,
+    rule: Channels,
+    readers: list[fx.Node],
+    least: int,
 ) -> fx.Node:
     """Make the mask of a group and compute it ahead of all its ``readers``; returns its node."""
     names = tuple(slot.tensor for slot in group.producers)
@@ -104,6 +114,7 @@ def _mask_group(
         group.parts,
         block=_block(found, group),
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
+        least=min(least, group.width),
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     mask.copies = not ctx.get(Sites).trained.isdisjoint(names)

@@ -27,6 +27,7 @@ class ChannelPolicy(MaskPolicy):
             always stays.
         block: how many channels of each layer go with one of the group's, or a divisor of that.
         multiple: the number of channels that each layer keeps is a multiple of this.
+        least: how many of the group's channels stay at least.
         copies: whether the mask must be computed from copies of the weights, because the model itself writes
             to them in training and the mask's gradient needs their earlier values.
     """
@@ -40,6 +41,7 @@ class ChannelPolicy(MaskPolicy):
         self.parts = site.parts
         self.block = site.block
         self.multiple = site.multiple
+        self.least = site.least
         self.set_tables()
 
     def set_tables(self) -> None:
@@ -51,7 +53,7 @@ class ChannelPolicy(MaskPolicy):
 
     def fewest(self, min_channels: int) -> int:
         """How many of the group's channels must stay so that each layer keeps ``min_channels``."""
-        return max(-(-min_channels // self.block), len(self.parts), 1)
+        return max(-(-min_channels // self.block), len(self.parts), self.least)
 
     def forward(self, *weights: Tensor) -> Tensor:
         """Return the mask, shape (width,)."""

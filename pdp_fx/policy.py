@@ -68,6 +68,7 @@ class MaskSite:
         block: for a channel group, how many channels of a layer go with each of its channels, such as the
             dimensions of a head: the greatest number that divides this count in every layer.
         multiple: for a channel group, the number of channels that a layer keeps is a multiple of this.
+        least: for a channel group, how many of its channels stay at least.
     """
 
     names: tuple[str, ...]
@@ -81,6 +82,7 @@ class MaskSite:
     axis: int = 1
     block: int = 1
     multiple: int = 1
+    least: int = 1
 
     @property
     def weight(self) -> Tensor:

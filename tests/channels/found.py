@@ -108,4 +108,14 @@ FOUND = (
         Channels(ratio=0.2),
         "uniform",
     ),
+    Found(
+        "of a single channel there is no variance",
+        (Step("conv_bn_relu", (0,)), Step("var_channels", (1,))),
+    ),
+    Found(
+        "of a single channel there is no variance in training",
+        (Step("conv_bn_relu", (0,)), Step("conv_1x1", (1,)), Step("var_channels", (2,))),
+        Channels(ratio=0.5),
+        "global",
+    ),
 )
