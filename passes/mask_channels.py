@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import fx, nn
 
 from pdp_fx.channel_policy import ChannelPolicy
@@ -62,7 +63,8 @@ class MaskChannels(Pass):
         for group, rule in plan.groups:
             normed = _nodes_of(norms, group)
             readers = [*_carriers(ctx, group, slots), *normed]
-            node = _mask_group(gm, ctx, group, rule, readers, LEAST_NORMED if normed else 1)
+            least = 2 if any(norm.target in VARIANCES for norm in normed) else 1
+            node = _mask_group(gm, ctx, group, rule, readers, least)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, placed, ctx)
@@ -73,8 +75,8 @@ class MaskChannels(Pass):
         return True
 
 
-LEAST_NORMED = 2
-"""How many channels of a group stay if statistics run over them: of one there is no variance."""
+VARIANCES: frozenset[Any] = frozenset({torch.var, "var", torch.std, "std"})
+"""Functions and methods that may give no number for a single channel, which has no variance without bias."""
 
 
 def _norms(gm: fx.GraphModule, found: ChannelMap) -> list[_Norm]:
@@ -104,6 +106,7 @@ def _mask_group(
     """Make the mask of a group and compute it ahead of all its ``readers``; returns its node."""
     names = tuple(slot.tensor for slot in group.producers)
     found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
+    block = _block(found, group)
     site = MaskSite(
         names,
         rule,
@@ -112,9 +115,9 @@ def _mask_group(
         tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
         group.width,
         group.parts,
-        block=_block(found, group),
+        block=block,
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
-        least=min(least, group.width),
+        least=-(-least // block),
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
