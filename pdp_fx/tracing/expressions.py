@@ -143,7 +143,7 @@ def only_checks(frame: FrameType, value: bool) -> bool:
 
 
 def only_assigns(frame: FrameType) -> bool:
-    """Whether the truth of a tensor, asked for by the frame, decides about nothing but assignments.
+    """Whether the truth of a tensor, asked for by the frame, decides about nothing but what names stand for.
 
     True for `if bad: x = ...`, also where `not` or `and` lie between.
     """
@@ -153,17 +153,20 @@ def only_assigns(frame: FrameType) -> bool:
     child: ast.AST = located.node
     for parent in reversed(located.parents):
         if isinstance(parent, ast.If):
-            assigns = all(
-                isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign) for each in parent.body
-            )
-            return child is parent.test and assigns and not parent.orelse
-        combines = isinstance(parent, ast.UnaryOp) or (
+            return child is parent.test and not parent.orelse and all(map(_names_something, parent.body))
+        if not isinstance(parent, ast.UnaryOp) and not (
             isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.And)
-        )
-        if not combines:
+        ):
             return False
         child = parent
     return False
+
+
+def _names_something(statement: ast.stmt) -> bool:
+    """Whether a statement gives values to names, and not to attributes or parts, which others see, too."""
+    if isinstance(statement, ast.Assign):
+        return all(isinstance(target, ast.Name) for target in statement.targets)
+    return isinstance(statement, ast.AnnAssign | ast.AugAssign) and isinstance(statement.target, ast.Name)
 
 
 def _truth(parent: ast.AST, child: ast.AST, value: bool) -> bool | None:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.autograd import Function
@@ -171,7 +171,7 @@ class _Joined:
             made[id(module)] = other, own
             vars(other).update(vars(module), **{name: vars(own)[name] for name in _TENSORS})
             children = {
-                name: None if child is None else joined(child, cast(nn.Module, own._modules[name]))
+                name: None if child is None else joined(child, own._modules.get(name) or child)
                 for name, child in module._modules.items()
             }
             vars(other)["_modules"] = children

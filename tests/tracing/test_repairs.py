@@ -59,6 +59,19 @@ class ByPlace(Layer):
         return y
 
 
+class Counts(Layer):
+    """Counts what it repairs."""
+
+    repaired = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not torch.isfinite(y).all():
+            y = torch.nan_to_num(y)
+            self.repaired += 1
+        return y
+
+
 class AsksMore(Layer):
     """Asks for large numbers, too: a branch by data."""
 
@@ -78,7 +91,7 @@ def test_the_graph_repairs_what_the_model_repairs(layer: type[nn.Module]) -> Non
     assert targets(gm).count("where") == 2
 
 
-@pytest.mark.parametrize("layer", [OtherwiseElse, ByPlace, AsksMore, WithDropping])
+@pytest.mark.parametrize("layer", [OtherwiseElse, ByPlace, Counts, AsksMore, WithDropping])
 def test_what_does_more_than_to_repair_is_kept_whole(layer: type[nn.Module]) -> None:
     torch.manual_seed(0)
     gm = exact(nn.Sequential(nn.Linear(4, 4), layer(), nn.Linear(4, 3)), FINITE, *BROKEN)
