@@ -182,9 +182,10 @@ _OUT_OF_REACH = "{} uses it inside itself, too, out of reach of a mask"
 
 def _used_by_method(module: nn.Module, gm: fx.GraphModule, names: dict[int, str]) -> list[str]:
     """The parameters that a method of the model itself uses, if the module is one that is kept whole."""
-    used = module.uses if isinstance(module, MethodOf) else ()
+    if not isinstance(module, MethodOf):
+        return []
     parameters = dict(gm.named_parameters(remove_duplicate=False))
-    return [names[id(parameters[name])] for name in used if name in parameters]
+    return [names[id(parameters[name])] for name in module.uses if name in parameters]
 
 
 def _used_otherwise(kept_whole: Mapping[str, nn.Module], names: dict[int, str]) -> dict[str, str]:
@@ -239,9 +240,9 @@ def _used_inside(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
             found |= {names[id(tensor)]: why for tensor in inside}
         if called is not None:
             module = gm.get_submodule(called)
-            found |= dict.fromkeys(_used_by_method(module, gm, names), f"which {called} uses inside itself")
             kind = kind_of(module)
             reachable = kind.given_to(module) if kind is not None else ()
             why = f"which {called} uses inside itself"
+            found |= dict.fromkeys(_used_by_method(module, gm, names), why)
             found |= {names[id(p)]: why for name, p in module.named_parameters() if name not in reachable}
     return found

@@ -60,11 +60,10 @@ class MaskChannels(Pass):
             return False
         slots, norms = masked_slots(ctx), _norms(gm, ctx.get(ChannelMap))
         placed: Placed = {}
+        parts = switches_off(gm.graph)
         for group, rule in plan.groups:
-            normed = _nodes_of(norms, group)
-            readers = [*_carriers(ctx, group, slots), *normed]
-            least = 2 if any(norm.target in VARIANCES for norm in normed) else 1
-            node = _mask_group(gm, ctx, group, rule, readers, least)
+            readers = [*_carriers(ctx, group, slots), *_nodes_of(norms, group)]
+            node = _mask_group(gm, ctx, group, rule, readers, parts)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, placed, ctx)
@@ -101,12 +100,13 @@ def _mask_group(
     group: ChannelGroup,
     rule: Channels,
     readers: list[fx.Node],
-    least: int,
+    parts: dict[fx.Node, fx.Node],
 ) -> fx.Node:
     """Make the mask of a group and compute it ahead of all its ``readers``; returns its node."""
     names = tuple(slot.tensor for slot in group.producers)
     found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
     block = _block(found, group)
+    varied = any(reader.op != "get_attr" and reader.target in VARIANCES for reader in readers)
     site = MaskSite(
         names,
         rule,
@@ -117,14 +117,14 @@ def _mask_group(
         group.parts,
         block=block,
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
-        least=-(-least // block),
+        least=-(-2 // block) if varied else 1,
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
     key = ctx.get(Pruner).add(group.name, mask, rule)
     computed = [exposed.computed[name] for name in names if name in exposed.computed]
     trains = idle_in_eval(gm.graph) if computed else set[fx.Node]()
-    return _insert_mask(gm, _gathered(readers, computed, trains), key, mask, exposed.computed)
+    return _insert_mask(gm, _gathered(readers, computed, trains, parts), key, mask, exposed.computed)
 
 
 def _block(found: ChannelMap, group: ChannelGroup) -> int:
@@ -141,7 +141,9 @@ def _places(classes: np.ndarray, group: ChannelGroup) -> tuple[int, ...] | None:
     return None if np.array_equal(classes, group.classes) else _found_in(group.classes, classes)
 
 
-def _gathered(readers: list[fx.Node], computed: list[fx.Node], trains: set[fx.Node]) -> fx.Node:
+def _gathered(
+    readers: list[fx.Node], computed: list[fx.Node], trains: set[fx.Node], parts: dict[fx.Node, fx.Node]
+) -> fx.Node:
     """The node ahead of which a mask can be computed: before all that reads it, after all that it reads.
 
     Computed weights that the mask reads are moved ahead of this node if necessary, together with the training
@@ -151,12 +153,13 @@ def _gathered(readers: list[fx.Node], computed: list[fx.Node], trains: set[fx.No
         readers: the nodes that will read the mask.
         computed: the computed weights that the mask reads.
         trains: the nodes that do nothing in eval mode.
+        parts: what `switches_off` is.
     """
     chain = [source for weight in computed for source in computed_with(weight, trains)]
     users = [user for weight in computed for user in weight.users]
     before = min(node for node in [*readers, *users] if node not in chain)
     if not chain:
-        return part_to_leave(before, readers, switches_off(before.graph)) or before
+        return part_to_leave(before, readers, parts) or before
     for source in chain:
         if before < source:
             before.prepend(source)

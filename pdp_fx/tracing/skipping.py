@@ -109,7 +109,7 @@ def _note_asking(value: Any) -> None:
 _ASKS = frozenset({"isfinite", "isinf", "isnan"})
 _COMBINES = frozenset({
     "all", "any", "logical_not", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "bitwise_not",
-    "or_", "and_", "invert", "__or__", "__and__", "__invert__", "max", "sum",
+    "or_", "and_", "invert", "__or__", "__and__", "__invert__", "max",
 })  # fmt: skip
 
 
