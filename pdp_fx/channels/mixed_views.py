@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate, map_arg
 
 from pdp_fx.channels.labels import compress
+from pdp_fx.channels.lone_axes import lone_axes
 from pdp_fx.channels.record import Labelled, Record
 from pdp_fx.tracing.functions import NUMBER_HOMES
 from pdp_fx.weights.sources import asks_size
@@ -36,7 +37,9 @@ def mixed_axes(given: tuple[Any, ...], source: fx.Node, value: Labelled, record:
         record: what is known of the nodes before the view.
     """
     layers = [layer for layer in value.layers if layer.support and not layer.free]
-    laid_out = _laid_out(given, value.shape, record)
+    lone = lone_axes(source, record)
+    may_grow = [axis for axis, size in enumerate(value.shape) if size == 1 and axis not in lone]
+    laid_out = _laid_out(given, value.shape, may_grow, record)
     if not layers or laid_out is None or all(isinstance(size, int) and size > 0 for size in given):
         return frozenset()
     shape, sizes = laid_out
@@ -128,12 +131,13 @@ def _kept(given: tuple[Any, ...], source: fx.Node, rank: int) -> frozenset[int]:
     return frozenset(first) | {len(given) - i for i in back}
 
 
-def _laid_out(given: tuple[Any, ...], shape: Shape, record: Record) -> tuple[Shape, Shape] | None:
-    """The shapes of a tensor and of its view if as many axes of one index as possible, as a batch, had two.
+def _laid_out(
+    given: tuple[Any, ...], shape: Shape, ones: list[int], record: Record
+) -> tuple[Shape, Shape] | None:
+    """The shapes of a tensor and of its view if as many of ``ones``, as a batch, as possible had two indices.
 
     None if they are not known.
     """
-    ones = [axis for axis, size in enumerate(shape) if size == 1]
     sizes = tuple(_grown(size, record) for size in given)
     now = _completed(tuple(_number(size, record) for size in given), shape)
     if now is None:

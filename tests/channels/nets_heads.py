@@ -249,6 +249,28 @@ class RepairsAlways(RepairsInTraining):
         return self.out(self.second(x).relu())
 
 
+class LatentHeads(Attention):
+    """Keys and values come from a narrow stream that is viewed as one head (multi-head latent attention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, 5), nn.Linear(5, HEADS * 2 * SIZE)
+
+    def latent(self, x: Tensor) -> Tensor:
+        return self.down(x).view(x.shape[0], 1, x.shape[1], 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.latent(x)
+        b, _, t, _ = latent.shape
+        k, v = self.up(latent).view(b, t, -1, 2 * SIZE).transpose(1, 2).split(SIZE, -1)
+        return self.joined(x, F.scaled_dot_product_attention(self.heads(x)[0], k, v))
+
+
+class LatentHeadsUnsqueezed(LatentHeads):
+    def latent(self, x: Tensor) -> Tensor:
+        return self.down(x).unsqueeze(1)
+
+
 ONE_HEAD = 3 * SIZE
 HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(MaskRepeated, _with_mask, removed=ONE_HEAD),
@@ -266,6 +288,8 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(SystemInHeads, sequences(), removed=2 * SIZE),
     Construct(SystemFromTheRight, sequences(), removed=2 * SIZE),
     Construct(SharedSystem, sequences(), removed=4),
+    Construct(LatentHeads, sequences(), removed=ONE_HEAD + 2),
+    Construct(LatentHeadsUnsqueezed, sequences(), removed=ONE_HEAD + 2),
     Construct(RepairsInTraining, sequences(), removed=8),
     Construct(RepairsAlways, sequences(), removed=4, reason="any runs over these channels"),
     Construct(SystemOfChannels, sequences(), reason="a system of equations mixes these channels"),
