@@ -142,6 +142,29 @@ def only_checks(frame: FrameType, value: bool) -> bool:
     return False
 
 
+def only_judged(frame: FrameType) -> bool:
+    """Whether the number that the frame takes from a tensor decides and is nothing else.
+
+    True for `assert x.item() <= n`, `if x.item(): ...` and the like: there the tensor does in its place.
+    """
+    located = expression_at(frame)
+    if located is None:
+        return False
+    child: ast.AST = located.node
+    for parent in reversed(located.parents):
+        if isinstance(parent, ast.If | ast.Assert):
+            return child is parent.test
+        compares = isinstance(parent, ast.Compare) and all(isinstance(op, _ORDERS) for op in parent.ops)
+        negates = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
+        if not (compares or negates or isinstance(parent, ast.BoolOp)):
+            return False
+        child = parent
+    return False
+
+
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+
+
 def only_assigns(frame: FrameType) -> bool:
     """Whether the truth of a tensor, asked for by the frame, decides about nothing but what names stand for.
 

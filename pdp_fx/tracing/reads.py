@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing import functions
-from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_unpacks
+from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judged, only_unpacks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
@@ -168,7 +168,12 @@ def _hold_kind(recorder: Recorder, tensor: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
+    """The number in a tensor; the tensor itself where it depends on data and is only compared."""
     if is_data(recorder.origins.value(tensor)):
+        frame = user_frame()
+        if frame is not None and only_judged(frame):
+            exact = tensor.is_floating_point()  # as Python's numbers are
+            return recorder.function(torch.Tensor.double, (tensor,), {}) if exact else tensor
         number = recorder.run(torch.Tensor.item, (tensor,), {})
         raise NumberReadError("uses the number in a tensor (item)", number)
     return recorder.function(torch.Tensor.item, (tensor,), {})

@@ -1,4 +1,5 @@
 import copy
+import math
 import random
 from typing import Any, cast
 
@@ -35,6 +36,26 @@ class Checks(nn.Module):
         if not torch.isfinite(x).all() or x.dim() > 3:
             raise ValueError("infinite")
         return x * 2
+
+
+class ChecksNumbers(nn.Module):
+    """Compares numbers that it takes out of tensors, some with sizes, and fails by them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.argmax().item() >= x.numel():
+            raise ValueError("no such place")
+        if bool(torch.isinf(x).any()) or not -1e6 < x.sum().item() <= 1e6:
+            raise ValueError("too large")
+        if torch.isnan(x).any().item():
+            raise ValueError("not a number")
+        return x * 2
+
+
+class UsesNumber(nn.Module):
+    """A number from a tensor that is more than compared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 if x.sum().item() > 1e6 else 2)
 
 
 class Pick(nn.Module):
@@ -205,6 +226,19 @@ def test_a_check_stays_a_check() -> None:
     assert targets(gm).count("_assert") == 3
     with pytest.raises(AssertionError, match=r"the check at test_opaque.py:\d+ failed"):
         gm(torch.full((2, 4), torch.nan))
+
+
+def test_a_check_of_numbers_from_tensors_stays_a_check() -> None:
+    gm = exact(Around(ChecksNumbers()), torch.randn(2, 4))
+    assert not opaque(gm)
+    assert targets(gm).count("_assert") == 5
+    for number in (1e9, math.nan, math.inf):
+        with pytest.raises(AssertionError, match=r"the check at test_opaque.py:\d+ failed"):
+            gm(torch.full((2, 4), number))
+
+
+def test_a_number_from_a_tensor_that_does_more_than_fail_is_no_check() -> None:
+    assert list(opaque(exact(Around(UsesNumber()), torch.randn(2, 4)))) == ["inner"]
 
 
 def test_a_method_that_uses_no_weights_stays_whole_alone() -> None:
