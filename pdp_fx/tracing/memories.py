@@ -45,7 +45,10 @@ def without_memory(recorder: Recorder) -> Generator[None, None, None]:
     cells = [(cell, past(cell.cell_contents)) for cell in _held(recorder.model)]
     with ExitStack() as stack:
         for owner, name in _methods(recorder.model):
-            stack.enter_context(replaced(owner, name, past(vars(owner)[name])))
+            method = vars(owner)[name]
+            bypassed = past(_bare(method))
+            wrapped = bypassed if method is _bare(method) else type(method)(bypassed)
+            stack.enter_context(replaced(owner, name, wrapped))
         for cell, value in cells:
             stack.enter_context(_holding(cell, value))
         with entries(functions):
@@ -120,7 +123,7 @@ def _searched(module_name: str, contents: Mapping[str, Any]) -> tuple[tuple[str,
 
 def _cells(values: Iterable[Any], depth: int = DEPTH) -> Iterator[CellType]:
     """The cells in which functions hold cached functions, directly or through other functions."""
-    for function in values:
+    for function in map(_bare, values):
         for cell in (function.__closure__ or ()) if type(function) is FunctionType else ():
             held = _in(cell)
             if type(held) is _Memory and _takes_arguments(held.__wrapped__):
@@ -142,8 +145,13 @@ def _remembering(contents: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in list(contents.items())
-        if type(value) is _Memory and _takes_arguments(value.__wrapped__)
+        if type(_bare(value)) is _Memory and _takes_arguments(_bare(value).__wrapped__)
     ]
+
+
+def _bare(value: Any) -> Any:
+    """The function of a static method or a class method, or else the value itself."""
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
 
 
 def _takes_arguments(function: Any) -> bool:

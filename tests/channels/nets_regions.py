@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision import ops  # pyright: ignore[reportMissingTypeStubs]
 
-from tests.channels.construct import Construct, conv_bn, images
+from tests.channels.construct import Construct, conv_bn, images, sequences
 
 
 def _boxes(images: Tensor) -> Tensor:
@@ -76,6 +76,49 @@ class RegionsOfTwoScales(nn.Module):
         return self.out(pooled.flatten(1))
 
 
+class DeformableAttention(nn.Module):
+    """Each head samples its own image at places that queries choose, on two scales (Deformable DETR)."""
+
+    heads, levels, points, size = 3, 2, 2, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, samples = self.heads * self.size, self.heads * self.levels * self.points
+        self.value, self.out = nn.Linear(6, width), nn.Linear(width, 6)
+        self.places, self.weights = nn.Linear(6, samples * 2), nn.Linear(6, samples)
+
+    def start(self, x: Tensor) -> Tensor:
+        """Where the queries look from, the same for all heads."""
+        return torch.linspace(-1, 1, x.shape[1], dtype=x.dtype)[:, None, None, None, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        value = self.value(x).view(b, t, self.heads, self.size)
+        offsets = self.places(x).view(b, t, self.heads, self.levels, self.points, 2)
+        weights = self.weights(x).view(b, t, self.heads, self.levels * self.points).softmax(-1)
+        weights = weights.transpose(1, 2).reshape(b * self.heads, 1, t, self.levels * self.points)
+        grids = (self.start(x) + offsets).transpose(1, 2).flatten(0, 1)
+        found = [
+            F.grid_sample(
+                image.flatten(2).transpose(1, 2).reshape(b * self.heads, self.size, 1, -1),
+                grids[:, :, level],
+                align_corners=False,
+            )
+            for level, image in enumerate(value.split([2, t - 2], 1))
+        ]
+        y = (torch.stack(found, -2).flatten(-2) * weights).sum(-1)
+        return x + self.out(y.view(b, self.heads * self.size, t).transpose(1, 2))
+
+
+class DeformableAttentionFromFixedPlaces(DeformableAttention):
+    """Heads look from fixed places of their own: they stay, and what is inside them can go."""
+
+    def start(self, x: Tensor) -> Tensor:
+        return (
+            torch.tensor([-0.5, 0.0, 0.5], dtype=x.dtype)[:, None, None, None] + x[..., :1, None, None, None]
+        )
+
+
 class Deformable(nn.Module):
     """A convolution looks pixels up at offsets that another one finds."""
 
@@ -142,6 +185,8 @@ REGIONS = (
     Construct(SampledOnGrid, images(), removed=4, reason="choose places"),
     Construct(Deformable, images(), removed=8, reason="choose places"),
     Construct(DeformableInGroups, images(), removed=4, reason="has groups of these channels"),
+    Construct(DeformableAttention, sequences(), removed=4 + 8 + 4),
+    Construct(DeformableAttentionFromFixedPlaces, sequences(), removed=6),
     Construct(RegionsAligned, images(), removed=4),
     Construct(RegionsPooled, images(), removed=4),
     Construct(RegionsByPosition, images(), removed=3, reason="no channel rule for ps_roi_align"),

@@ -111,6 +111,41 @@ def test_and_past_decorators_that_remember() -> None:
     assert [cell.cell_contents for cell in held] == before
 
 
+class RemembersWithoutSelf(nn.Module):
+    """Static methods and class methods, as the position embeddings of detection transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def places(shape: tuple[int, ...]) -> Tensor:
+        return torch.arange(shape[1])[:, None] / shape[1]
+
+    @staticmethod
+    @remembers_unless_compiled
+    def rows(batch: int, steps: int) -> int:
+        return batch * steps
+
+    @classmethod
+    @functools.cache
+    def scale(cls, steps: int) -> float:
+        return len(cls.__name__) / steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x).reshape(self.rows(x.shape[0], x.shape[1]), -1)
+        return rows.reshape(x.shape) * self.scale(x.shape[1]) + self.places(x.shape)
+
+
+def test_and_past_methods_without_self() -> None:
+    model, traced = RemembersWithoutSelf(), torch.randn(2, 5, 4)
+    before = dict(vars(RemembersWithoutSelf))
+    model(traced)
+    exact(model, traced, torch.randn(3, 7, 4), torch.randn(1, 2, 4))
+    assert dict(vars(RemembersWithoutSelf)) == before
+
+
 def test_two_tensors_of_one_size_keep_their_own_sizes() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
