@@ -12,14 +12,14 @@ from __future__ import annotations
 import operator
 import pickle
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
 
-from pdp_fx.tracing.objects import Apply, Bound, Build, Held, MethodOf
+from pdp_fx.tracing.objects import Apply, Bound, Build, Fill, Held, MethodOf
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
@@ -48,6 +48,9 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
     elif isinstance(node.target, Build):
         with node.graph.inserting_before(node):
             _make_object(node, node.target)
+    elif isinstance(node.target, Fill):
+        with node.graph.inserting_before(node):
+            _fill_record(node, node.target)
     elif node.op == "call_module" and isinstance(called := gm.get_submodule(str(node.target)), MethodOf):
         model = called.model.eval()
         node.op, node.target = "call_function", _named(partial(getattr(model, called.method)), called.method)
@@ -62,6 +65,18 @@ def _make_object(node: fx.Node, build: Build) -> None:
     fixed = operator.methodcaller("update", dict(build.fixed))
     fixing = node.graph.call_function(_named(partial(fixed), f"fix_{name}"), (table,))
     node.target, node.args = operator.getitem, ((made, given, fixing), 0)
+
+
+def _fill_record(node: fx.Node, fill: Fill) -> None:
+    """Replace a `Fill` node by nodes that make an empty record and set its fields and items."""
+    made = node.graph.call_function(fill.kind)
+    (items,) = node.args
+    given = [
+        node.graph.call_function(put, (made, key, item))
+        for key, item in cast(Mapping[str, Any], items).items()
+        for put in (setattr, operator.setitem)
+    ]
+    node.target, node.args = operator.getitem, ((made, *given), 0)
 
 
 def _named(function: partial[Any], name: str) -> Callable[..., Any]:

@@ -1,11 +1,14 @@
 import copy
+import dataclasses
 import importlib
 import io
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +207,42 @@ def test_a_reader_of_objects_and_methods_needs_torch_and_the_users_code(tmp_path
     path.write_bytes(written)
     command = [sys.executable, "-c", READER_OF_OBJECTS, str(path), str(tmp_path)]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+
+
+@dataclasses.dataclass
+class Record(OrderedDict[str, Any]):
+    """Like the output classes of transformers: a dataclass and a dict at once."""
+
+    first: Tensor | None = None
+    last: Tensor | None = None
+
+
+class FillsInReverse(nn.Module):
+    """Its record has its items in another order than its fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Record:
+        record = Record(self.fc(x), x)
+        record["last"], record["first"] = record.last, record.first
+        return record
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_items_of_a_record_keep_their_order(way: Way) -> None:
+    model, x = FillsInReverse(), torch.randn(4, 6)
+    gm = trace(model, x)
+    bare = way(plain(gm))
+    assert b"pdp_fx" not in pickle.dumps(bare)
+    for found in (gm(x), bare(x)):
+        assert type(found) is Record
+        assert list(found) == ["last", "first"]
+        assert found.first is found["first"]
+        assert found.last is found["last"]
+        assert torch.equal(found["first"], model(x)["first"])
+        assert torch.equal(found["last"], x)
 
 
 def test_only_what_the_graph_uses_is_kept() -> None:

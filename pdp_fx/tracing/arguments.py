@@ -1,10 +1,11 @@
 """Encoding the arguments and results of calls: tensors and live numbers become values (`steps.Value`)."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from pdp_fx.tracing.objects import Build, Held
+from pdp_fx.tracing.objects import Build, Fill, Held
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.sizes import Live, Session, plain, value_of
 from pdp_fx.tracing.steps import Expr, UnrecordableError
@@ -63,7 +64,7 @@ class Arguments:
         ):
             return Expr(Held(arg), ())
         if is_remade(arg):
-            return Expr(type(arg), (), {key: self.encode(part) for key, part in record_fields(arg).items()})
+            return _record(arg, self.encode)
         if isinstance(arg, dict):
             parts = {key: self.encode(part) for key, part in arg.items()}
             return parts if type(arg) is dict else Expr(type(arg), (parts,))
@@ -83,8 +84,7 @@ class Arguments:
             if isinstance(result, BASE_TYPES) or callable(result):
                 raise
         if is_remade(result):
-            parts = {key: self.output(part) for key, part in record_fields(result).items()}
-            return Expr(type(result), (), parts)
+            return _record(result, self.output)
         if type(result) in (tuple, list):
             return type(result)(self.output(part) for part in result)
         if isinstance(result, dict):
@@ -103,6 +103,14 @@ class Arguments:
             else:
                 state[name] = self.output(part)
         return Expr(Build(type(thing), tuple(fixed)), (state,))
+
+
+def _record(record: Any, encode: Callable[[Any], Any]) -> Expr:
+    """What makes an equal record, whose items, if it has any, are in the same order."""
+    fields = record_fields(record)
+    if isinstance(record, Mapping) and list(record) != list(fields) and set(record) == set(fields):
+        return Expr(Fill(type(record)), ({key: encode(fields[key]) for key in record},))
+    return Expr(type(record), (), {key: encode(part) for key, part in fields.items()})
 
 
 def stripped(arg: Any) -> Any:

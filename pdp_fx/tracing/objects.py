@@ -32,6 +32,28 @@ class Build:
         return made
 
 
+@dataclass(frozen=True)
+class Fill:
+    """A function that makes a record that is also a mapping, with its items in an order of their own.
+
+    Attributes:
+        kind: the class, whose constructor would put them in the order of its fields.
+    """
+
+    kind: type
+
+    @property
+    def __name__(self) -> str:
+        return f"fill_{self.kind.__name__}"
+
+    def __call__(self, items: Mapping[str, Any]) -> Any:
+        made = self.kind()
+        for key, item in items.items():
+            setattr(made, key, item)
+            made[key] = item
+        return made
+
+
 @dataclass(frozen=True, eq=False)
 class Held:
     """A function without arguments that returns an object of the model's, such as its configuration.
