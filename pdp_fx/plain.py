@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
 
-from pdp_fx.tracing.objects import Apply, Bound, Build, Fill, Held, MethodOf
+from pdp_fx.tracing.objects import Apply, Bound, Build, DrawNumber, Fill, Held, MethodOf
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
@@ -48,6 +49,11 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
     elif isinstance(node.target, Build):
         with node.graph.inserting_before(node):
             _make_object(node, node.target)
+    elif isinstance(node.target, DrawNumber):
+        with node.graph.inserting_before(node):
+            number = node.graph.call_function(node.target.function, node.args)
+        node.target, node.args = torch.tensor, (number,)
+        node.kwargs = {"dtype": torch.float64, "device": "cpu"}
     elif isinstance(node.target, Fill):
         with node.graph.inserting_before(node):
             _fill_record(node, node.target)

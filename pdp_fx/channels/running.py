@@ -18,8 +18,8 @@ from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
-from pdp_fx.tracing.modes import called_module
-from pdp_fx.tracing.objects import MethodOf
+from pdp_fx.tracing.modes import When, called_module
+from pdp_fx.tracing.objects import DrawNumber, MethodOf
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.writer import REPAIRS
@@ -43,7 +43,7 @@ class _FlowInterpreter(Interpreter):
         self.flow.node = n.name
         self.flow.source = str(n.meta.get("source", ""))
         self.flow.sized = []
-        self.flow.looked = self.flow.drew = False
+        self.flow.looked, self.flow.drew = False, _draws_outside(n)
         self.flow.varies = self.flow.record.tells_varying(n)
         self.flow.masks_norm = self.can_mask(n)
         result = self.run_followed(n)
@@ -109,6 +109,11 @@ def _picks_in_training(user: fx.Node, node: fx.Node) -> bool:
     """Whether a node picks another one by the training flag, in training mode only."""
     by_mode: Any = user.args[0] if user.target is operator.getitem else None
     return isinstance(by_mode, dict) and by_mode.get(True) is node and by_mode.get(False) is not node
+
+
+def _draws_outside(node: fx.Node) -> bool:
+    """Whether a node draws a number from the generator of Python or NumPy."""
+    return isinstance(node.target.function if isinstance(node.target, When) else node.target, DrawNumber)
 
 
 def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:

@@ -77,7 +77,7 @@ class Findings:
             return replace(self.anew(), follows_ragged=False)
         if self.casts:
             return replace(self.anew(), follows_ragged=self.follows_ragged, casts=None)
-        if self.follows_draws and any(made.draws for made, _ in self._made.values()):
+        if self.follows_draws and any(made.draws or made.draws_outside for made, _ in self._made.values()):
             self.follows_draws = False
             return replace(self.anew(), follows_ragged=self.follows_ragged, casts=self.casts)
         return None

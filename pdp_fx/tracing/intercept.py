@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pdp_fx.tracing.calls import run_function, run_method, run_module
 from pdp_fx.tracing.casts import casting
+from pdp_fx.tracing.chances import following_numbers
 from pdp_fx.tracing.compiling import LOOKS_AT_MASK
 from pdp_fx.tracing.gradients import gradient_blocks
 from pdp_fx.tracing.memories import without_memory
@@ -68,6 +69,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
     attention = _unfolded(functional.multi_head_attention_forward)
     with (
         without_memory(recorder),
+        following_numbers(recorder),
         replaced(builtins, "len", _length(recorder)),
         replaced(torch.compiler, "is_compiling", _is_compiling(recorder)),
         replaced(transformer, LOOKS_AT_MASK, _looks_at_mask(recorder)),

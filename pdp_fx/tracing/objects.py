@@ -1,10 +1,12 @@
 """Callables that let a graph refer to what users define: autograd functions, objects, and methods."""
 
 import functools
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd import Function
 
@@ -76,6 +78,31 @@ class Held:
 
     def __hash__(self) -> int:
         return id(self.thing)
+
+
+@dataclass(frozen=True)
+class DrawNumber:
+    """A function that draws a number outside torch and gives it as a tensor: 0-dim, float64, on the CPU.
+
+    Attributes:
+        home: the Python module of the function that draws.
+        name: its name.
+    """
+
+    home: str
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return f"draw_{self.name}"
+
+    @property
+    def function(self) -> Callable[..., float]:
+        """The function that draws."""
+        return getattr(importlib.import_module(self.home), self.name)
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return torch.tensor(self.function(*args), dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judge
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
+from pdp_fx.tracing.skipping import reads
 from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import (
     Expr,
@@ -169,13 +170,14 @@ def _hold_kind(recorder: Recorder, tensor: torch.Tensor, dtype: torch.dtype) -> 
 
 def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
     """The number in a tensor; the tensor itself where it depends on data and is only compared."""
-    if is_data(recorder.origins.value(tensor)):
+    value = recorder.origins.value(tensor)
+    if is_data(value):
         frame = user_frame()
         if frame is not None and only_judged(frame):
             exact = tensor.is_floating_point()  # as Python's numbers are
             return recorder.function(torch.Tensor.double, (tensor,), {}) if exact else tensor
         number = recorder.run(torch.Tensor.item, (tensor,), {})
-        raise NumberReadError("uses the number in a tensor (item)", number)
+        raise NumberReadError(reads(value, "uses the number in a tensor (item)"), number)
     return recorder.function(torch.Tensor.item, (tensor,), {})
 
 
@@ -190,7 +192,7 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
         way = recorder.way(value, frame)
         if way is not None:
             return way
-        raise NumberReadError("branches on the numbers in a tensor", truth)
+        raise NumberReadError(reads(value, "branches on the numbers in a tensor"), truth)
     check(recorder, tensor if truth else recorder.function(torch.logical_not, (tensor,), {}))
     return truth
 

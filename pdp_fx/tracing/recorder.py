@@ -29,7 +29,7 @@ from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Session, live, note_fixed
-from pdp_fx.tracing.skipping import asks_finite, is_drawn
+from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
     DRAWS_OUTSIDE,
@@ -163,8 +163,9 @@ class Recorder:
         if result is None and step.op == "call_function":
             self.steps.append(step)
             return result
-        if any(is_data(value) for value in all_values((step.args, step.kwargs))):
-            raise NumberReadError(f"uses the numbers in a tensor ({name})", result)
+        data = [value for value in all_values((step.args, step.kwargs)) if is_data(value)]
+        if data:
+            raise NumberReadError(reads(data[0], f"uses the numbers in a tensor ({name})"), result)
         if not step.varies:
             return result
         if isinstance(result, np.ndarray):
@@ -276,6 +277,11 @@ class Recorder:
             yield
         finally:
             self._inside = before
+
+    @property
+    def goes_both_ways(self) -> bool:
+        """Whether there are branches that are recorded both ways."""
+        return self._answers is not None
 
     def way(self, value: Value, frame: FrameType | None) -> bool | None:
         """Which way to go at a branch of a frame on a value; None if it is not to be followed both ways."""

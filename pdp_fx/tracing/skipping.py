@@ -19,7 +19,9 @@ import torch
 
 from pdp_fx.tracing.align import Alignment, kind_of_step
 from pdp_fx.tracing.arguments import all_values
+from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.steps import (
+    DRAWS_OUTSIDE,
     Constant,
     Expr,
     Recording,
@@ -87,6 +89,21 @@ def is_drawn(value: Any) -> bool:
         return False
     data = [part for part in all_values((value.args, value.kwargs)) if is_data(part) and not _asks_kind(part)]
     return (value.random or bool(data)) and all(map(is_drawn, data))
+
+
+def reads(value: Any, what: str) -> str:
+    """What a model does that reads a value which depends on data, as the end of a sentence.
+
+    Args:
+        value: what is read; of numbers from outside torch the drawing is what is to be told.
+        what: what the model does with any other.
+    """
+    return DRAWS_OUTSIDE if is_drawn(value) and _is_from_outside(value) else what
+
+
+def _is_from_outside(value: Any) -> bool:
+    parts = all_values((value.args, value.kwargs)) if isinstance(value, Step) else ()
+    return isinstance(getattr(value, "target", None), DrawNumber) or any(map(_is_from_outside, parts))
 
 
 def asks_finite(value: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.outcome import Outcome
 
 DIFFERS_BY_MODE = "acts differently in training mode"
@@ -181,6 +182,11 @@ class Recording:
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
     draws: tuple[Draw, ...] = ()
+
+    @property
+    def draws_outside(self) -> bool:
+        """Whether a number is drawn from the generator of Python or NumPy."""
+        return any(isinstance(step.target, DrawNumber) for step in self.steps)
 
 
 class UnrecordableError(Exception):

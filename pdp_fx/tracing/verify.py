@@ -1,8 +1,10 @@
 """Running a model or its graph on example inputs and undoing all that the run has changed."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
@@ -49,10 +51,12 @@ def twice(first: ExampleCall) -> Runner:
 
 
 def seeded(seed: int) -> Runner:
-    """A runner that seeds torch's random numbers before it calls a model."""
+    """A runner that seeds the random numbers of torch, Python and NumPy before it calls a model."""
 
     def call(model: Any, example: ExampleCall) -> Any:
         torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         return called(model, example)
 
     return call

@@ -2,8 +2,11 @@
 
 import copy
 import pickle
+import random
+from random import uniform
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -77,11 +80,39 @@ class Skips(nn.Module):
             x *= 2
         return x.add_(1)
 
+    def by_python(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return x if self.training and random.random() < 0.4 else layer(x)
+
+    def by_numpy(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if not self.training or np.random.rand() > 0.4:
+            x = layer(x)
+        return x
+
+    def by_name_in_both_modes(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        rate = 0.4 * (place + 1) / 3
+        number = uniform(0, 1)
+        return x if self.training and number < rate else layer(x)
+
+    def by_both(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and np.random.uniform() < 0.4:
+            return x
+        return x.tanh() if self.training and torch.rand([]) < 0.4 else layer(x)
+
     def without_a_module(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         if self.training and torch.rand([]) < 0.4:
             return x
         y = torch.relu(x) if x.shape[1] > 2 else x
         return y.flip(0) + x.shape[1]
+
+    def by_an_index(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return self.layers[int(random.random() * 2)](x) if self.training else layer(x)
+
+    def by_a_choice(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return x if self.training and random.choice([True, False]) else layer(x)
+
+    def drawn_before(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        noise = random.gauss(0, 1)
+        return x if self.training and random.random() + noise < 0.4 else layer(x)
 
     def listed(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         return self.dropped(layer, x, place)
@@ -175,24 +206,31 @@ class Skips(nn.Module):
 
 FOLLOWED = (
     *("dropped", "survives", "rarer_with_depth", "in_place", "without_a_module", "listed", "twice"),
-    *("before_the_branch", "drawn_always"),
+    *("before_the_branch", "drawn_always", "by_python", "by_numpy", "by_name_in_both_modes"),
 )
+KEPT_FOR_DRAWS = ("by_both", "by_an_index", "by_a_choice", "drawn_before")
 KEPT_WHOLE = (
     *("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one", "counted"),
     *("never_two", "not_all", "by_chance_again", "refuses", "checked", "checked_inside"),
 )
 
 
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 def run(model: nn.Module, x: Tensor, seed: int) -> dict[str, Tensor | None]:
     """The outputs in training, the next random number, the gradients and the running statistics."""
     model.train().zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
+    seed_all(seed)
     outputs = list(tensors(model(x)))
     sum((output.square().sum() for output in outputs), torch.zeros(())).backward()
     found: dict[str, Tensor | None] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     found |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return found | {"next": torch.rand(1)}
+    return found | {"next": torch.rand(1), "others": torch.tensor([random.random(), np.random.rand()])}
 
 
 def assert_alike(gm: nn.Module, model: nn.Module, x: Tensor) -> None:
@@ -223,9 +261,9 @@ def test_a_graph_skips_what_the_model_skips(step: str, layers: int) -> None:
     assert not opaque(gm)
     assert_alike(gm, model, x)
     for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
-        torch.manual_seed(3)
+        seed_all(3)
         wanted = list(tensors(gm(x)))
-        torch.manual_seed(3)
+        seed_all(3)
         assert all(map(torch.equal, tensors(other(x)), wanted))
 
 
@@ -238,13 +276,24 @@ def test_other_branches_on_random_numbers_are_kept_whole(step: str) -> None:
     assert "branches on the numbers in a tensor" in opaque(gm)["0"]
 
 
+@pytest.mark.parametrize("step", KEPT_FOR_DRAWS)
+def test_other_numbers_from_outside_torch_are_kept_whole(step: str) -> None:
+    x = torch.randn(3, 4)
+    model = nn.Sequential(Skips(step))
+    gm = exact(model, x)
+    assert not choices(gm)
+    assert list(opaque(gm)) == ["0"]
+    assert_alike(gm, model, x)
+
+
 @pytest.mark.parametrize("rule", [*RULES.values(), Channels(ratio=0.5, through_norms=True)])
-def test_a_model_that_skips_is_pruned_and_trains(rule: Rule) -> None:
+@pytest.mark.parametrize("step", ["dropped", "by_python"])
+def test_a_model_that_skips_is_pruned_and_trains(rule: Rule, step: str) -> None:
     x = torch.randn(6, 4)
-    model = Skips("dropped")
+    model = Skips(step)
     prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=Schedule(0, 0.5)), x)
     assert_alike(prepared, model, x)
-    optimizer = torch.optim.SGD(prepared.parameters(), 0.1)
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.01)
     for seed in SEEDS:
         optimizer.zero_grad()
         run(prepared, x, seed)
@@ -252,7 +301,7 @@ def test_a_model_that_skips_is_pruned_and_trains(rule: Rule) -> None:
         pdp_fx.step(prepared)
     converted = pdp_fx.convert(prepared.eval())
     assert torch.allclose(converted(x), prepared(x), atol=1e-5)
-    assert all("rand" not in node.name for node in converted.graph.nodes)
+    assert all("rand" not in node.name and "draw" not in node.name for node in converted.graph.nodes)
 
 
 def test_channels_of_skipped_layers_go() -> None:
