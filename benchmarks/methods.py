@@ -28,7 +28,7 @@ from benchmarks.rivals import (
 )
 from benchmarks.rivals.acdc import phases
 from benchmarks.rivals.optg import ramp
-from pdp_fx import NM, Channels, NMShrinkMask, PruneSpec, Schedule, ShrinkMask, Unstructured
+from pdp_fx import NM, Channels, PruneSpec, Schedule, ShrinkMask, Unstructured
 from pdp_fx.spec import Allocation, Rule
 
 FULL = 120
@@ -160,11 +160,6 @@ def _pdp_shrink(budget: Budget, knob: float | None) -> Method:
     return Method(ShrinkMask, schedule, "dynamic")
 
 
-def _pdp_shrink_groups(budget: Budget, knob: float | None) -> Method:
-    """The same masks in N:M groups."""
-    return Method(NMShrinkMask, Schedule.fit(budget.total, 0.05, 0.5, per="step", shape="cubic"))
-
-
 def _gmp(budget: Budget, knob: float | None) -> Method:
     return Method(GMP, Schedule.fit(budget.epochs, 0.2, 0.8, shape="cubic"), "uniform")
 
@@ -236,7 +231,6 @@ PATTERN_METHODS: dict[str, Callable[[Budget, float | None], Method]] = {
     "pdp-relative": partial(_pdp, tau="rel:0.1"),
     "pdp-hard": _pdp_hard,
     "pdp-hard-decay": partial(_pdp_hard, pruned_decay=2e-4),
-    "pdp-shrink": _pdp_shrink_groups,
     "sr-ste": _sr_ste,
 }
 """The same for N:M patterns."""

@@ -28,7 +28,6 @@ from pdp_fx.printing import graph_diff as graph_diff
 from pdp_fx.printing import print_graph as print_graph
 from pdp_fx.report import Report as Report
 from pdp_fx.report import report as report
-from pdp_fx.shrink_mask import NMShrinkMask as NMShrinkMask
 from pdp_fx.shrink_mask import ShrinkMask as ShrinkMask
 from pdp_fx.spec import NM as NM
 from pdp_fx.spec import Channels as Channels

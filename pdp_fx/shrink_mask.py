@@ -1,4 +1,4 @@
-"""Masks that are exactly 0 for what is pruned and rise from there without a jump.
+"""A mask that is exactly 0 for what is pruned and rises from there without a jump: for high sparsities.
 
 PDP's mask m = sigmoid((w^2 - t^2) / tau) (paper, equation 1) is 1/2 at the threshold t. Stretched to be 0
 there, and with tau = c t^2 so that it means the same at every scale, it becomes
@@ -12,55 +12,54 @@ The gradient goes straight through to all weights (Bengio et al., 2013, arXiv:13
 that are pruned, as in Feather (Glentis Georgoulakis et al., 2023) above 95 %.
 """
 
-from abc import abstractmethod
-
 import torch
 from torch import Tensor
 
 from pdp_fx.errors import SpecError
 from pdp_fx.field_checks import finite_number
 from pdp_fx.masks import Thresholded
-from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.soft_mask import Threshold
 from pdp_fx.ops.straight import straight_through
 from pdp_fx.ops.threshold import compute_dtype
-from pdp_fx.policy import MaskSite, NMPolicy, WeightPolicy
+from pdp_fx.policy import MaskSite
 
 SOFTNESS = 1.0
-"""c of single weights, chosen on held out images of CIFAR-10 at a sparsity of 98 %."""
+"""c, chosen on held out images of CIFAR-10 at a sparsity of 98 %."""
 
-NM_SOFTNESS = 0.3
-"""c in N:M groups, chosen on held out images of CIFAR-10 at 2:4 and 1:4."""
-
+PRUNED_GRADIENT = 0.5
 LEAST = 1e-3
 """The mask of a weight that is kept is at least this, so that ties with the threshold do not become zeros."""
 
 
-class _Shrinking(WeightPolicy):
-    """The common part: the mask, given the threshold that each weight is compared with.
+class ShrinkMask(Thresholded):
+    """A policy for `Unstructured`: kept weights shrink towards the threshold, pruned ones are 0.
 
-    Attributes:
-        pruned_gradient: the share of the gradient that goes to weights that are pruned.
+    It ignores ``tau`` and ``forward`` of the spec. Use it with ``allocation="dynamic"`` and a ramp per step
+    that ends at half of the training.
+
+    Args:
+        site: what the mask is made for.
+        softness: c, above 0: at |w| = t sqrt(1 + c) the mask is 0.46.
+
+    Raises:
+        SpecError: ``softness`` is no finite number above 0.
+
+    Example:
+        >>> from pdp_fx import PruneSpec, Unstructured
+        >>> spec = PruneSpec(Unstructured(0.98, policy=ShrinkMask), allocation="dynamic")
     """
 
-    pruned_gradient = 1.0
-
-    def __init__(self, site: MaskSite, softness: float) -> None:
+    def __init__(self, site: MaskSite, softness: float = SOFTNESS) -> None:
         super().__init__(site)
-        self.softness = finite_number(f"{type(self).__name__}: softness", softness)
+        self.softness = finite_number("ShrinkMask: softness", softness)
         if self.softness <= 0:
-            raise SpecError(f"{type(self).__name__}: softness must be above 0, got {softness:g}")
-
-    @abstractmethod
-    def squared_share(self, weight: Tensor) -> Tensor:
-        """w^2 / t^2 in the shape of the weight and in `compute_dtype`; infinite where t is not above 0."""
+            raise SpecError(f"ShrinkMask: softness must be above 0, got {softness:g}")
 
     def soft(self, weight: Tensor) -> Tensor:
         if self.idle(weight):
             return weight
-        pruned, factor = self.pruned(weight), None
-        if self.pruned_gradient != 1:
-            factor = torch.where(pruned, self.pruned_gradient, 1.0).to(weight.dtype)
+        pruned = self.pruned(weight)
+        factor = torch.where(pruned, PRUNED_GRADIENT, 1.0).to(weight.dtype)
         return straight_through(weight, self._shrunk(weight, pruned), factor)
 
     def hard(self, weight: Tensor) -> Tensor:
@@ -75,67 +74,13 @@ class _Shrinking(WeightPolicy):
 
     def _mask(self, weight: Tensor, pruned: Tensor) -> Tensor:
         """m, in the shape of the weight and in `compute_dtype`; 1 everywhere while nothing is pruned."""
-        rising = torch.tanh((self.squared_share(weight) - 1) / (2 * self.softness)).clamp(min=LEAST)
+        t = self.threshold(weight, self.known_count(weight))
+        wide = weight.to(compute_dtype(weight.dtype))
+        rising = torch.tanh((_squared_share(wide, t) - 1) / (2 * self.softness)).clamp(min=LEAST)
         return torch.where(pruned, 0.0, rising)
 
     def extra_repr(self) -> str:
-        return ", ".join(filter(None, (super().extra_repr(), f"softness={self.softness:g}")))
-
-
-class ShrinkMask(_Shrinking, Thresholded):
-    """A policy for `Unstructured`: kept weights shrink towards the threshold, pruned ones are 0.
-
-    It ignores ``tau`` and ``forward`` of the spec. Use it for very high sparsities, with
-    ``allocation="dynamic"`` and a ramp per step that ends at half of the training.
-
-    Args:
-        site: what the mask is made for.
-        softness: c, above 0: at |w| = t sqrt(1 + c) the mask is 0.46.
-
-    Raises:
-        SpecError: ``softness`` is no finite number above 0.
-
-    Example:
-        >>> from pdp_fx import PruneSpec, Unstructured
-        >>> spec = PruneSpec(Unstructured(0.98, policy=ShrinkMask), allocation="dynamic")
-    """
-
-    pruned_gradient = 0.5
-
-    def __init__(self, site: MaskSite, softness: float = SOFTNESS) -> None:
-        super().__init__(site, softness)
-
-    def squared_share(self, weight: Tensor) -> Tensor:
-        t = self.threshold(weight, self.known_count(weight))
-        return _squared_share(weight.to(compute_dtype(weight.dtype)), t)
-
-
-class NMShrinkMask(_Shrinking, NMPolicy):
-    """A policy for `NM`: kept weights shrink towards the threshold of their group, pruned ones are 0.
-
-    It ignores ``tau`` and ``forward`` of the spec. Use it with a ramp per step that ends at half of the
-    training.
-
-    Args:
-        site: what the mask is made for.
-        softness: c, above 0: at |w| = t sqrt(1 + c) the mask is 0.46.
-
-    Raises:
-        SpecError: ``softness`` is no finite number above 0.
-
-    Example:
-        >>> from pdp_fx import NM, PruneSpec, Schedule
-        >>> ramp = Schedule.fit(1000, 0.05, 0.5, per="step", shape="cubic")
-        >>> spec = PruneSpec(NM(2, 4, policy=NMShrinkMask), schedule=ramp)
-    """
-
-    def __init__(self, site: MaskSite, softness: float = NM_SOFTNESS) -> None:
-        super().__init__(site, softness)
-
-    def squared_share(self, weight: Tensor) -> Tensor:
-        t = nm_threshold(weight, self.of, self.count)
-        groups = group_view(weight, self.of).to(compute_dtype(weight.dtype))
-        return _squared_share(groups, t).reshape(weight.shape)
+        return f"softness={self.softness:g}"
 
 
 def _squared_share(wide: Tensor, threshold: Threshold) -> Tensor:

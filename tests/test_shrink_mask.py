@@ -9,14 +9,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import pdp_fx
-from pdp_fx import NM, NMShrinkMask, PruneSpec, Schedule, ShrinkMask, SpecError, Unstructured
-from pdp_fx.ops.nm import MILLIONTHS, group_view, nm_threshold
+from pdp_fx import PruneSpec, Schedule, ShrinkMask, SpecError, Unstructured
 from pdp_fx.ops.threshold import threshold
 from pdp_fx.policy import MaskSite
 from tests.nets import at_once, net, pruned
 
 RULE = Unstructured(0.6, policy=ShrinkMask)
-NM_RULE = NM(2, 4, policy=NMShrinkMask)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -24,12 +22,6 @@ def masked(count: int, softness: float = 1.0) -> ShrinkMask:
     mask = ShrinkMask(MaskSite(("w",), Unstructured(0.5), 1e-4), softness)
     mask.target.fill_(count)
     mask.advance(1.0)
-    return mask
-
-
-def masked_groups(share: float = 1.0, keep: int = 2, of: int = 4, softness: float = 0.3) -> NMShrinkMask:
-    mask = NMShrinkMask(MaskSite(("w",), NM(keep, of), 1e-4), softness)
-    mask.advance(share)
     return mask
 
 
@@ -47,36 +39,10 @@ def test_the_mask_is_the_stretched_one_of_the_paper(softness: float) -> None:
         torch.testing.assert_close(masked(700, softness).train(training)(w), expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.7, 1.0])
-@pytest.mark.parametrize(("keep", "of"), [(2, 4), (1, 4), (2, 8)])
-def test_in_groups_it_is_that_of_the_threshold_of_the_group(keep: int, of: int, share: float) -> None:
-    w = weight(6, 16, 3)
-    mask = masked_groups(share, keep, of)
-    pruned = (of - keep) * share
-    t = nm_threshold(w.detach(), of, torch.tensor(round(pruned * MILLIONTHS)))
-    groups = group_view(w.detach(), of)
-    m = (2 * torch.sigmoid((groups.square() - t * t) / (0.3 * t * t)) - 1).clamp(min=1e-3)
-    ranks = groups.abs().argsort(2).argsort(2)
-    expected = (torch.where(ranks < int(pruned + 1e-9), 0.0, m) * groups).reshape(w.shape)
-    for training in (True, False):
-        torch.testing.assert_close(mask.train(training)(w), expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("softness", [0.0, -1.0, math.nan, math.inf, "1"])
 def test_a_softness_that_is_no_number_above_0_is_refused(softness: float) -> None:
-    with pytest.raises(SpecError, match=r"^ShrinkMask: softness must be"):
+    with pytest.raises(SpecError, match=r"ShrinkMask: softness must be"):
         masked(1, softness)
-    with pytest.raises(SpecError, match=r"^NMShrinkMask: softness must be"):
-        masked_groups(softness=softness)
-
-
-@pytest.mark.parametrize(
-    "rule", [NM(2, 4, policy=ShrinkMask), Unstructured(0.5, policy=NMShrinkMask)], ids=["nm", "unstructured"]
-)
-def test_each_is_for_rules_of_one_kind(rule: NM | Unstructured) -> None:
-    model, x = net("residual")
-    with pytest.raises(SpecError, match=r"Mask"):
-        pdp_fx.prepare(model, PruneSpec(rule), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,20 +56,10 @@ def test_as_many_weights_are_zero_as_asked_for_ties_included(dtype: torch.dtype,
         assert mask(w).dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("training", [True, False])
-def test_of_each_group_as_many_are_zero_ties_included(dtype: torch.dtype, training: bool) -> None:
-    w = weight(40, 32, dtype=dtype).detach().mul(100).round().add(0.5).div(64).to(dtype).requires_grad_()
-    given = masked_groups().train(training)(w)
-    assert given.dtype == dtype
-    assert bool(((group_view(given, 4) == 0).sum(2) == 2).all())
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_changes_while_nothing_is_pruned(training: bool) -> None:
     w = weight(6, 8)
     assert masked(0).train(training)(w) is w
-    assert masked_groups(0.0).train(training)(w) is w
 
 
 def test_zeros_beyond_the_target_make_no_nan() -> None:
@@ -121,20 +77,6 @@ def test_kept_weights_get_the_whole_gradient_and_pruned_ones_half() -> None:
     mask(w).backward(torch.full((10, 10), 3.0, dtype=w.dtype))
     assert w.grad is not None
     assert torch.equal(w.grad, torch.where(mask.pruned(w), 1.5, 3.0).double())
-
-
-def test_in_groups_all_weights_get_the_whole_gradient() -> None:
-    w = weight(8, 12)
-    masked_groups()(w).backward(torch.full((8, 12), 3.0, dtype=w.dtype))
-    assert w.grad is not None
-    assert torch.equal(w.grad, torch.full_like(w, 3.0))
-
-
-def test_groups_of_zeros_make_no_nan() -> None:
-    w = torch.zeros(4, 8).requires_grad_()
-    given: Tensor = masked_groups()(w)
-    given.sum().backward()
-    assert torch.equal(given, w)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -180,21 +122,9 @@ def test_the_converted_model_is_what_was_trained(allocation: str) -> None:
         assert sum(pruned_weights) == round(0.6 * sum(row.weights for row in rows))
 
 
-def test_the_converted_model_of_groups_is_what_was_trained() -> None:
+def test_compiled_training_has_the_losses_of_eager_training() -> None:
     model, x = net("residual")
-    model, x = model.double(), x.double()
-    prepared = pruned(model, at_once(NM_RULE), x)
-    small = pdp_fx.convert(prepared)
-    assert torch.allclose(small(x), prepared.eval()(x), rtol=0, atol=1e-12)
-    rows = pdp_fx.report(prepared).rows
-    assert {row.left / row.weights for row in rows if row.left < row.weights} == {0.5}
-
-
-@pytest.mark.parametrize("rule", [RULE, NM_RULE], ids=["unstructured", "nm"])
-def test_compiled_training_has_the_losses_of_eager_training(rule: Unstructured | NM) -> None:
-    model, x = net("residual")
-    allocation = "dynamic" if rule is RULE else "global"
-    spec = PruneSpec(rule, schedule=Schedule(0, 0.5), allocation=allocation)
+    spec = PruneSpec(RULE, schedule=Schedule(0, 0.5), allocation="dynamic")
     eager = pdp_fx.prepare(model, spec, x)
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
@@ -224,5 +154,5 @@ def test_weights_above_the_threshold_shrink_and_those_far_above_stay() -> None:
 
 
 def test_a_spec_with_it_is_written_and_read() -> None:
-    for spec in (PruneSpec(RULE, allocation="dynamic"), PruneSpec(NM_RULE)):
-        assert PruneSpec.from_toml(spec.to_toml()) == spec
+    spec = PruneSpec(RULE, allocation="dynamic")
+    assert PruneSpec.from_toml(spec.to_toml()) == spec
