@@ -53,6 +53,7 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
 
 def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run a method of a module as one step."""
+    recorder.check_drawn()
     with recorder.silent():
         step = recorder.step("call_module", whole, args, kwargs)
         if whole.path:
@@ -107,6 +108,7 @@ def run_function(recorder: Recorder, whole: Whole, function: Call, args: Args, k
                 recorder.findings.opaque[whole], Whole(recorder.scope.path), instead_of=whole
             )
         function, args = recorder.findings.bound(args[0], whole.method), args[1:]
+    recorder.check_drawn()
     with recorder.silent():
         try:
             step = recorder.step("call_function", function, args, kwargs)
@@ -148,7 +150,6 @@ def _whole(
         kwargs: its keyword arguments.
         alone: a function that may use nothing but its arguments, or None.
     """
-    recorder.check_drawn()
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
     given = plain_leaves((args, kwargs)) if step.reason else []
     operands = list(tensors((args, kwargs)))

@@ -156,6 +156,14 @@ def in_own_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dic
     return {names[name]: value for name, value in kwargs.items() if name != "out" or value is not None}
 
 
+def without_hints(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments without one that says what others say, such as a size that follows from them."""
+    repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+    if name != "repeat_interleave" or isinstance(repeats, torch.Tensor):
+        return dict(kwargs)
+    return {key: value for key, value in kwargs.items() if key != "output_size"}
+
+
 @functools.cache
 def _arguments_of(name: str) -> frozenset[str]:
     """The names of the arguments of an aten operation, in all its forms."""

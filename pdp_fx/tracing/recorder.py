@@ -119,7 +119,7 @@ class Recorder:
         name = functions.name_of(function)
         if name == "register_hook":
             raise UnrecordableError("hooks the gradient of a tensor")
-        kwargs = functions.in_own_names(function, kwargs)
+        kwargs = functions.without_hints(name, args, functions.in_own_names(function, kwargs))
         op, target, shown = functions.in_graph_form(function, args, kwargs)
         try:
             step = self.step(op, target, shown, kwargs)

@@ -271,6 +271,27 @@ class LatentHeadsUnsqueezed(LatentHeads):
         return self.down(x).unsqueeze(1)
 
 
+class GatesForGroups(nn.Module):
+    """Each group of heads has a gate, copied to a number of heads that the code says, twice (Mamba 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, 8 * SIZE + 4 * SIZE), nn.Linear(8 * SIZE, WIDTH)
+
+    def copied(self, gates: Tensor, heads: Tensor) -> Tensor:
+        return gates.repeat_interleave(2, dim=2, output_size=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, gates = self.inner(x).split([8 * SIZE, 4 * SIZE], -1)
+        heads, gates = heads.unflatten(-1, (-1, SIZE)), gates.unflatten(-1, (-1, SIZE))
+        return x + self.out((heads * self.copied(gates, heads)).flatten(2))
+
+
+class GatesForGroupsByShape(GatesForGroups):
+    def copied(self, gates: Tensor, heads: Tensor) -> Tensor:
+        return gates.repeat_interleave(2, dim=2, output_size=heads.shape[2])
+
+
 ONE_HEAD = 3 * SIZE
 HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(MaskRepeated, _with_mask, removed=ONE_HEAD),
@@ -290,6 +311,8 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(SharedSystem, sequences(), removed=4),
     Construct(LatentHeads, sequences(), removed=ONE_HEAD + 2),
     Construct(LatentHeadsUnsqueezed, sequences(), removed=ONE_HEAD + 2),
+    Construct(GatesForGroups, sequences(), removed=24),
+    Construct(GatesForGroupsByShape, sequences(), removed=24),
     Construct(RepairsInTraining, sequences(), removed=8),
     Construct(RepairsAlways, sequences(), removed=4, reason="any runs over these channels"),
     Construct(SystemOfChannels, sequences(), reason="a system of equations mixes these channels"),
