@@ -164,6 +164,7 @@ class LabelFlow(TorchDispatchMode):
             self.stored.written(alias, write.target)
             if stays:
                 self._aliases.lose(alias, stays, self._reason(*OVERWRITTEN))
+                self.stored.lose(alias, [slot for layer in before for slot in origins(layer)])
 
     def _keep_written(self, written: Any) -> None:
         """Freeze the channels of a parameter that is written to in eval mode: their ranks would change."""

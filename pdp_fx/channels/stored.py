@@ -81,7 +81,8 @@ class Stored:
     def lose(self, tensor: Tensor, slots: Sequence[Slot]) -> None:
         """Note that the labels of parameter rows were lost on the way to a stored tensor."""
         if tensor in self:
-            self._lost[tensor] += tuple(s for s in slots if s.axis == 0 and s.tensor in self.parameters)
+            rows = tuple(slot for slot in slots if slot.axis == 0 and slot.tensor in self.parameters)
+            self._lost[tensor] = self.lost_by(tensor) + rows
 
     def shares(self, weight: Tensor, behind: Sequence[Sequence[Slot]]) -> Mapping[str, float]:
         """The parameters that a weight consists of, with the share of each that is used.

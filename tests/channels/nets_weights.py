@@ -79,6 +79,21 @@ class MaskedKernel(nn.Module):
         return self.head(F.relu(x))
 
 
+class KernelMaskedInPlace(nn.Module):
+    """A kernel is masked in its own memory whenever it is used (PixelCNN): its channels stay."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = conv_bn(3, 6), nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+        self.register_buffer("mask", (torch.arange(9).view(3, 3) < 4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.conv.weight.data *= self.mask
+        return self.head(self.conv(self.stem(x).relu()).relu())
+
+
 class TiedAutoencoder(nn.Module):
     """The decoder is the encoder transposed."""
 
@@ -405,6 +420,7 @@ WEIGHTS = (
     Construct(TableFromImages, images(), removed=3, reason="both axes of an embedding table"),
     Construct(SumOfKernels, images(), removed=7),
     Construct(MaskedKernel, images(), removed=7),
+    Construct(KernelMaskedInPlace, images(), reason="written to in place through a view"),
     Construct(TiedAutoencoder, sequences(), removed=4),
     Construct(CatOfWeights, sequences(), removed=12),
     Construct(HalfOfWeight, sequences(), removed=4),
