@@ -46,6 +46,7 @@ from pdp_fx.tracing.structure import arrays, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unscripting import unscripted
+from pdp_fx.tracing.unseen import hides_a_size
 from pdp_fx.tracing.verify import Runner, run, tried
 from pdp_fx.tracing.waiving import waive
 
@@ -117,7 +118,7 @@ def _trace_until_nothing_lasts(
         with noting_changes() as changes:
             gm = _traced(model, example, findings, watch)
         if findings.sizes.read:
-            held = sizes_to_hold(gm, model, example)
+            held = sizes_to_hold(gm, model, example, findings)
             if held:
                 findings = findings.anew(replace(findings.sizes, held=held))
                 gm = _traced(model, example, findings, watch)
@@ -154,6 +155,9 @@ def _for_other_batches(
     then one that is traced on another batch size.
     """
     if not findings.sizes.compared and _acts_alike(gm, model, example, findings):
+        first = next(example.others(), None)
+        if first is not None and _hides_a_size(model, first, findings):
+            return _held_to_batch(model, example, findings, watch)
         if any("decides" in node.meta for node in gm.graph.nodes):
             _waive_on_one(gm, model, example)
         return gm
@@ -164,12 +168,26 @@ def _for_other_batches(
     other, wanted = taken
     problem = problem_of(gm, model, other, wanted, None)
     if not problem or waive(gm, model, other, wanted):
+        if _hides_a_size(model, other, findings):
+            return _held_to_batch(model, example, findings, watch)
         _waive_on_one(gm, model, example)
         return gm
     general = _from_other_batch(model, example, other, findings, watch)
     if general is not None:
         return general
-    _log.warning("the graph is held to a batch of %d; with %d it %s", example.batch, other.batch, problem)
+    _log.warning("with a batch of %d the graph %s", other.batch, problem)
+    return _held_to_batch(model, example, findings, watch)
+
+
+def _hides_a_size(model: nn.Module, other: ExampleCall, findings: Findings) -> bool:
+    return any(hides_a_size(model, other, findings, training) for training in MODES)
+
+
+def _held_to_batch(
+    model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
+) -> fx.GraphModule:
+    """A graph that accepts the batch size of the example only."""
+    _log.warning("the graph is held to a batch of %d", example.batch)
     sizes = Sizes(batch=example.batch, held=findings.sizes.held)
     return _traced(model, example, findings.anew(sizes), watch)
 
@@ -218,9 +236,9 @@ def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, find
     if not recording.outcome.is_begun_by(got, example.batch, other.batch):
         return False
     given = given_by(model, other)
-    return given is None or not (
-        given[False].difference(got) or _differs_in_training(gm, model, other, given)
-    )
+    if given is None:
+        return True
+    return not (given[False].difference(got) or _differs_in_training(gm, model, other, given))
 
 
 def _differs_in_training(

@@ -193,7 +193,8 @@ def attention(call: Call, flow: LabelFlow) -> None:
     if heads[2] is not None:
         for layer in known:
             flow.tie(layer.ids, heads[2].ids)
-        kept.append(heads[2])
+        # Several heads of the query may share one of the value: its labels tell them apart.
+        kept.append(Layer(known[0].ids, heads[2].zero, (heads[2],), free=all(h.free for h in known)))
     for mask in call.tensors()[3:]:
         _tie_mask(mask, head, result.ndim, heads[2], flow)
     inside, tokens = along(value, inner), along(query, token)

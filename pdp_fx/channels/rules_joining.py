@@ -40,7 +40,7 @@ def stack(call: Call, flow: LabelFlow) -> None:
 
 
 def _unsqueezed(layer: Layer, axis: int) -> Layer:
-    return Layer(layer.ids.unsqueeze(axis), layer.zero.unsqueeze(axis), (layer,))
+    return Layer(layer.ids.unsqueeze(axis), layer.zero.unsqueeze(axis), (layer,), free=layer.free)
 
 
 def _join(tensors: list[Tensor], axis: int, result: Tensor, flow: LabelFlow) -> None:
@@ -88,7 +88,7 @@ def tie_across(across: list[list[Layer]], flow: LabelFlow) -> list[Layer]:
         for peer in found[1:]:
             flow.tie(layer.ids, peer.ids)
         zero = torch.stack(torch.broadcast_tensors(*(peer.zero for peer in found))).all(dim=0)
-        merged.append(Layer(layer.ids, zero, tuple(found)))
+        merged.append(Layer(layer.ids, zero, tuple(found), free=all(peer.free for peer in found)))
     matched = {id(peer) for new in merged for peer in new.needs}
     for layers in across:
         for layer in layers:

@@ -170,7 +170,7 @@ def _without_overlap(layers: list[Layer], flow: LabelFlow) -> list[Layer]:
         real.reverse()
     kept: list[Layer] = []
     for layer in real + [layer for layer in layers if layer.free]:
-        if any(layer.support & other.support for other in kept if not other.free):
+        if any(layer.support & other.support for other in kept):
             flow.freeze(layer.ids, "the axis of these channels is merged with another axis of channels")
         else:
             kept.append(layer)

@@ -292,6 +292,59 @@ class GatesForGroupsByShape(GatesForGroups):
         return gates.repeat_interleave(2, dim=2, output_size=heads.shape[2])
 
 
+class GroupedByHand(nn.Module):
+    """Two heads of keys and values serve four of queries; values are split and copied before (below)."""
+
+    def __init__(self, joined: int = 8 * SIZE) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, count * SIZE) for count in (4, 2, 2))
+        self.out = nn.Linear(joined, WIDTH)
+
+    def heads(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x).view(x.shape[0], x.shape[1], -1, SIZE).transpose(1, 2)
+
+    def copied(self, heads: Tensor) -> Tensor:
+        b, _, t, size = heads.shape
+        return heads[:, :, None].expand(b, 2, 2, t, size).reshape(b, 4, t, size)
+
+    def attended(self, x: Tensor, v: Tensor) -> Tensor:
+        q, k = self.heads(self.q, x), self.copied(self.heads(self.k, x))
+        return F.scaled_dot_product_attention(q, k, self.copied(v)).transpose(1, 2)
+
+
+class ValuesRepeated(GroupedByHand):
+    """Each head of the values is copied for all heads of the keys, and these for all of the queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.heads(self.v, x)
+        each = (half.repeat(1, 2, 1, 1) for half in (v[:, :1], v[:, 1:]))
+        return self.out(torch.cat([self.attended(x, half) for half in each], -1).flatten(2))
+
+
+class DifferenceOfHalves(GroupedByHand):
+    """The second half of the heads is subtracted from the first (differential attention)."""
+
+    def __init__(self) -> None:
+        super().__init__(4 * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = (half.repeat(1, 2, 1, 1) for half in self.heads(self.v, x).chunk(2, dim=1))
+        first, second = torch.cat([self.attended(x, half) for half in each], -1).chunk(2, dim=2)
+        return self.out((first - 0.3 * second).flatten(2))
+
+
+class CopiesJoined(nn.Module):
+    """Copies of two parts are joined along another axis than that of the copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, 2 * SIZE), nn.Linear(4 * SIZE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.repeat(1, 1, 2, 1) for part in self.inner(x).unflatten(-1, (-1, SIZE)).chunk(2, 2))
+        return self.out(torch.cat([*parts], -1).flatten(2))
+
+
 ONE_HEAD = 3 * SIZE
 HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(MaskRepeated, _with_mask, removed=ONE_HEAD),
@@ -313,6 +366,9 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(LatentHeadsUnsqueezed, sequences(), removed=ONE_HEAD + 2),
     Construct(GatesForGroups, sequences(), removed=24),
     Construct(GatesForGroupsByShape, sequences(), removed=24),
+    Construct(ValuesRepeated, sequences(), removed=12),
+    Construct(DifferenceOfHalves, sequences(), removed=12),
+    Construct(CopiesJoined, sequences(), removed=4),
     Construct(RepairsInTraining, sequences(), removed=8),
     Construct(RepairsAlways, sequences(), removed=4, reason="any runs over these channels"),
     Construct(SystemOfChannels, sequences(), reason="a system of equations mixes these channels"),
