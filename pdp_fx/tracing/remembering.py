@@ -5,6 +5,8 @@ them in its next call is kept whole; if the model's own forward does so, the mod
 """
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import product, starmap
 
 from torch import nn
 
@@ -13,7 +15,7 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import Changes
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.verify import run, twice
+from pdp_fx.tracing.verify import Runner, run, twice
 
 
 def remembering(
@@ -31,7 +33,7 @@ def remembering(
     Raises:
         TraceError: the model's own forward does so.
     """
-    if not changes or all(_act_alike(gm, model, example, training) for training in (False, True)):
+    if not changes or all(starmap(partial(_act_alike, gm, model, example), product((False, True), repeat=2))):
         return {}
     found: dict[Whole, str] = {}
     for path, module in model.named_modules():
@@ -47,20 +49,29 @@ def remembering(
     )
 
 
-def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: bool) -> bool:
-    """Whether a second call of the graph gives what a second call of the model gives."""
+def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: bool, trains: bool) -> bool:
+    """Whether a second call of the graph gives what a second call of the model gives.
+
+    Args:
+        gm: the graph.
+        model: the model.
+        example: what both are called on.
+        training: the mode of the second call.
+        trains: the mode of the first.
+    """
     for first in (*example.others(), example):
-        wanted, got = (_second(which, example, first, training, model) for which in (model, gm))
+        before = twice(first, trains)
+        wanted, got = (_second(which, example, before, training, model) for which in (model, gm))
         if wanted is not None and got is not None:
             return not wanted.difference(got)
     return False
 
 
 def _second(
-    which: nn.Module, example: ExampleCall, first: ExampleCall, training: bool, model: nn.Module
+    which: nn.Module, example: ExampleCall, runner: Runner, training: bool, model: nn.Module
 ) -> Outcome | None:
     try:
-        return run(which, example, training, twice(first), model)
+        return run(which, example, training, runner, model)
     except Exception:  # noqa: BLE001 another example is ours, not the user's
         return None
 

@@ -40,12 +40,18 @@ def tried(model: nn.Module, example: ExampleCall, training: bool, *others: nn.Mo
         return err
 
 
-def twice(first: ExampleCall) -> Runner:
-    """A runner that calls a model on ``first`` before the example, which shows state kept between calls."""
+def twice(first: ExampleCall, trains: bool) -> Runner:
+    """A runner that calls a model on ``first`` before the example, which shows state kept between calls.
+
+    Args:
+        first: what it is called on before.
+        trains: the mode of that call, which need not be that of the other.
+    """
 
     def call(model: Any, second: ExampleCall) -> Any:
-        called(model, first.fresh())
-        return called(model, second)
+        training = model.training
+        called(in_mode(model, trains), first.fresh())
+        return called(model.train(training), second)
 
     return call
 

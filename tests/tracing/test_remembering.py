@@ -48,6 +48,19 @@ class Starts(nn.Module):
         return x + self.shift
 
 
+class Measures(nn.Module):
+    """Learns in eval mode how many rows there may be, and drops the others in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capacity = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.capacity = x.shape[0]
+        return x * (torch.arange(x.shape[0]) < self.capacity)[:, None]
+
+
 class Notes(nn.Module):
     """Keeps things for others to look at, and never looks at them itself."""
 
@@ -63,7 +76,8 @@ class Notes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("inner", "names"), [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started")]
+    ("inner", "names"),
+    [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started"), (Measures(), "capacity")],
 )
 def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, names: str) -> None:
     model, first, second = Around(inner), torch.randn(3, 4), torch.randn(5, 4)
@@ -72,7 +86,8 @@ def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, na
 
 
 @pytest.mark.parametrize(
-    ("model", "names"), [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started")]
+    ("model", "names"),
+    [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started"), (Measures(), "capacity")],
 )
 def test_a_forward_that_acts_by_what_it_has_kept_is_refused(model: nn.Module, names: str) -> None:
     with pytest.raises(TraceError, match=f"it keeps {names} for its next call, outside its buffers"):
