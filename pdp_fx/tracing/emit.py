@@ -100,12 +100,13 @@ class _Merge:
         """A condition for an expression of one mode that may fail in the other; None if it cannot.
 
         It may fail if it reads the result of an opaque module, whose structure may differ, or an optional
-        input.
+        input, or a part that a split into more parts has in one mode.
         """
         maker = root(value)
-        if maker is None or not (maker.reason or _is_optional(maker)) or self._key(value) in self._shared:
+        if maker is None or self._key(value) in self._shared:
             return None
-        return Gate(maker.scope.path, training)
+        may_fail = bool(maker.reason) or _is_optional(maker) or self.gate_all
+        return Gate(maker.scope.path, training) if may_fail else None
 
     def output(self, in_eval: Any, in_train: Any) -> None:
         """Write what the model returns."""

@@ -25,15 +25,15 @@ class Between(nn.Module):
 
 
 class Dropped(nn.Module):
-    """Leaves its layer out at random while it trains, by a number of NumPy's."""
+    """Leaves its layer out at random while it trains, by a normal number of NumPy's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(8, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        drawn = np.random.uniform()
-        return x if self.training and drawn < 0 else x + self.conv(x)
+        drawn = np.random.normal()
+        return x if self.training and drawn < -9 else x + self.conv(x)
 
 
 class DroppedByNumPy(Between):

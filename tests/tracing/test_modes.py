@@ -50,6 +50,22 @@ class Auxiliary(nn.Module):
         return self.main(h)
 
 
+class MoreGroups(nn.Module):
+    """Two groups of queries in training, which a split tells apart, and one in eval mode (Group DETR)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.layer = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.layer(self.queries if self.training else self.queries[:3])
+        return x + torch.stack([part.sigmoid().sum(0) for part in queries.split(3)]).sum(0)
+
+
+def test_a_split_may_have_more_parts_in_one_mode() -> None:
+    assert not opaque(exact(MoreGroups(), torch.randn(2, 4), torch.randn(5, 4)))
+
+
 class Counting(nn.BatchNorm1d):
     """Like the BatchNorm layers of timm: its own forward, which counts batches in training."""
 
