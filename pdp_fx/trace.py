@@ -10,6 +10,7 @@ tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which or
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx, nn
@@ -46,7 +47,7 @@ from pdp_fx.tracing.structure import arrays, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unscripting import unscripted
-from pdp_fx.tracing.unseen import hides_a_size
+from pdp_fx.tracing.unseen import followed_unseen
 from pdp_fx.tracing.verify import Runner, run, tried
 from pdp_fx.tracing.waiving import waive
 
@@ -118,11 +119,13 @@ def _trace_until_nothing_lasts(
         with noting_changes() as changes:
             gm = _traced(model, example, findings, watch)
         if findings.sizes.read:
-            held = sizes_to_hold(gm, model, example, findings)
+            unseen = followed_unseen(gm, model, example, findings)
+            held = sizes_to_hold(gm, model, example) | unseen.sizes
             if held:
                 findings = findings.anew(replace(findings.sizes, held=held))
                 gm = _traced(model, example, findings, watch)
-            gm = _for_other_batches(gm, model, example, findings, watch)
+            adapted = _held_to_batch if unseen.batch else partial(_for_other_batches, gm)
+            gm = adapted(model, example, findings, watch)
         kept = remembering(gm, model, example, changes, lasting)
         if not kept:
             return gm
@@ -155,9 +158,6 @@ def _for_other_batches(
     then one that is traced on another batch size.
     """
     if not findings.sizes.compared and _acts_alike(gm, model, example, findings):
-        first = next(example.others(), None)
-        if first is not None and _hides_a_size(model, first, findings):
-            return _held_to_batch(model, example, findings, watch)
         if any("decides" in node.meta for node in gm.graph.nodes):
             _waive_on_one(gm, model, example)
         return gm
@@ -168,8 +168,6 @@ def _for_other_batches(
     other, wanted = taken
     problem = problem_of(gm, model, other, wanted, None)
     if not problem or waive(gm, model, other, wanted):
-        if _hides_a_size(model, other, findings):
-            return _held_to_batch(model, example, findings, watch)
         _waive_on_one(gm, model, example)
         return gm
     general = _from_other_batch(model, example, other, findings, watch)
@@ -177,10 +175,6 @@ def _for_other_batches(
         return general
     _log.warning("with a batch of %d the graph %s", other.batch, problem)
     return _held_to_batch(model, example, findings, watch)
-
-
-def _hides_a_size(model: nn.Module, other: ExampleCall, findings: Findings) -> bool:
-    return any(hides_a_size(model, other, findings, training) for training in MODES)
 
 
 def _held_to_batch(
@@ -236,9 +230,9 @@ def _acts_alike(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, find
     if not recording.outcome.is_begun_by(got, example.batch, other.batch):
         return False
     given = given_by(model, other)
-    if given is None:
-        return True
-    return not (given[False].difference(got) or _differs_in_training(gm, model, other, given))
+    return given is None or not (
+        given[False].difference(got) or _differs_in_training(gm, model, other, given)
+    )
 
 
 def _differs_in_training(

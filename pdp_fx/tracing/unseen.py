@@ -6,12 +6,14 @@ few inputs. Two recordings show it, for all that is seen is the same in both.
 """
 
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pdp_fx.tracing.align import kind_of_step
 from pdp_fx.tracing.examples import ExampleCall
@@ -19,19 +21,93 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.steps import Expr, Recording, Step
+from pdp_fx.tracing.verify import tried
 
 _log = logging.getLogger(__name__)
 
 
-def hides_a_size(model: nn.Module, other: ExampleCall, findings: Findings, training: bool) -> bool:
-    """Whether a plain number in a recording of the model is another one on a call of other sizes.
+class Unseen(NamedTuple):
+    """Which sizes of the example a number of the graph follows unseen.
+
+    Attributes:
+        batch: whether one follows the number of examples.
+        sizes: the other sizes that one follows.
+    """
+
+    batch: bool
+    sizes: frozenset[int]
+
+
+def followed_unseen(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings) -> Unseen:
+    """Which sizes the graph must insist on, because a constant in it follows them in the model.
+
+    All sizes are changed at once first, and one by one only if that shows such a number, or if the model does
+    not take that. Examples with whole numbers on a GPU are not tried.
 
     Args:
+        gm: the graph of the model.
         model: the model; it is restored.
-        other: the call; a graph of the recordings in ``findings`` accepts it.
-        findings: what is known of the model, with a recording of each mode; left as it is.
-        training: the mode.
+        example: what it was traced on.
+        findings: what is known of the model, with a recording of each mode; left as they are.
     """
+    if example.has_places_elsewhere:
+        return Unseen(False, frozenset())
+
+    def hides(calls: Iterable[ExampleCall]) -> bool | None:
+        return _first_verdict(gm, model, calls, findings)
+
+    if hides(_all_changed(example)) is False:
+        return Unseen(False, frozenset())
+    sizes = frozenset(size for size in sorted(example.sizes()) if hides(example.resized(size)))
+    return Unseen(bool(hides(example.others())), sizes)
+
+
+def _all_changed(example: ExampleCall) -> Iterator[ExampleCall]:
+    """Calls in which the batch and all sizes are others."""
+    sizes = sorted(example.sizes())
+    for other in islice(example.others(), 1):
+        for calls in zip(*(other.resized(size) for size in sizes[:1]), strict=True):
+            yield from _changed_further(calls[0], sizes[1:])
+        if not sizes:
+            yield other
+
+
+def _changed_further(call: ExampleCall, sizes: list[int]) -> Iterator[ExampleCall]:
+    """The call with each of these sizes replaced, all in the same way."""
+    if not sizes:
+        yield call
+        return
+    for size in sizes:
+        call = next(call.resized(size))
+    yield call
+
+
+def _first_verdict(
+    gm: fx.GraphModule, model: nn.Module, calls: Iterable[ExampleCall], findings: Findings
+) -> bool | None:
+    """Whether a number is another one on the first call that the graph takes; None if it takes none."""
+    for other in calls:
+        taken = [training for training in _modes(findings) if not _fails(gm, model, other, training)]
+        if taken:
+            return any(_is_another(model, other, findings, training) for training in taken)
+    return None
+
+
+def _fails(gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool) -> bool:
+    return isinstance(tried(gm, other, training, model), Exception)
+
+
+def _modes(findings: Findings) -> list[bool]:
+    """The modes to record: training mode, and eval mode if it has steps of its own."""
+    known = [findings.recording(training) for training in (True, False)]
+    if any(recording is None for recording in known):
+        return []
+    trains, evaluates = (Counter(map(kind_of_step, recording.steps)) for recording in known if recording)
+    return [True, False] if evaluates - trains else [True]
+
+
+def _is_another(model: nn.Module, other: ExampleCall, findings: Findings, training: bool) -> bool:
+    """Whether a plain number in a recording of the model is another one on this call."""
     known = findings.recording(training)
     if known is None:
         return False
