@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,15 +14,20 @@ KEEPING = frozenset({nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identit
 """Layers whose results have the axes of their inputs, though the last may have another size."""
 
 
+SPLITS = frozenset({"split", "chunk", "split_with_sizes", torch.split, torch.functional.split, torch.chunk})
+"""Operations whose parts have the axes of what is split."""
+
+
 def lone_axes(tensor: fx.Node, record: Record) -> frozenset[int]:
     """The axes that a view or an `unsqueeze` has given one index, counted from the first.
 
     Args:
-        tensor: a node that returned one tensor. Only layers are seen through on the way to the view.
+        tensor: a node that returned one tensor. Layers and splits are seen through on the way to the view.
         record: what is known of the nodes up to it.
     """
-    while tensor.op == "call_module" and _keeps_axes(tensor):
-        (tensor,) = tensor.all_input_nodes
+    before = _seen_through(tensor)
+    while before is not None:
+        tensor, before = before, _seen_through(before)
     values = record.values_of(tensor)
     if len(values) != 1:
         return frozenset()
@@ -29,17 +35,20 @@ def lone_axes(tensor: fx.Node, record: Record) -> frozenset[int]:
     if tensor.target in ("view", "reshape", torch.reshape):
         given: Any = tensor.args[1:] or tuple(tensor.kwargs.values())
         sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-        return (
-            frozenset(axis for axis, size in enumerate(sizes) if size == 1)
-            if len(sizes) == rank
-            else frozenset()
-        )
+        ones = frozenset(axis for axis, size in enumerate(sizes) if size == 1)
+        return ones if len(sizes) == rank else frozenset()
     if tensor.target in ("unsqueeze", torch.unsqueeze):
         axis: Any = tensor.args[1] if len(tensor.args) > 1 else tensor.kwargs.get("dim")
         return frozenset({axis % rank}) if isinstance(axis, int) else frozenset()
     return frozenset()
 
 
-def _keeps_axes(node: fx.Node) -> bool:
-    layer: Any = node.graph.owning_module.get_submodule(str(node.target))  # pyright: ignore[reportOptionalMemberAccess]
-    return type(layer) in KEEPING
+def _seen_through(node: fx.Node) -> fx.Node | None:
+    """What a layer or split was given, if its results have the same axes; else None."""
+    if node.op == "call_module":
+        layer: Any = node.graph.owning_module.get_submodule(str(node.target))  # pyright: ignore[reportOptionalMemberAccess]
+        return node.all_input_nodes[0] if type(layer) in KEEPING else None
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and source.target in SPLITS:
+        return source.all_input_nodes[0]
+    return None

@@ -174,8 +174,9 @@ def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
     if is_data(value):
         frame = user_frame()
         if frame is not None and only_judged(frame):
-            exact = tensor.is_floating_point()  # as Python's numbers are
-            return recorder.function(torch.Tensor.double, (tensor,), {}) if exact else tensor
+            # Python compares in double precision, which not every device has.
+            widened = tensor.is_floating_point() and tensor.device.type != "mps"
+            return recorder.function(torch.Tensor.double, (tensor,), {}) if widened else tensor
         number = recorder.run(torch.Tensor.item, (tensor,), {})
         raise NumberReadError(reads(value, "uses the number in a tensor (item)"), number)
     return recorder.function(torch.Tensor.item, (tensor,), {})

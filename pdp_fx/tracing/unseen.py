@@ -139,21 +139,19 @@ def _differing(one: Recording, other: Recording) -> Iterator[Step]:
     if list(map(kind_of_step, mine)) != list(map(kind_of_step, theirs)):
         return
     for step, counterpart in zip(mine, theirs, strict=True):
-        numbers = (_numbers((each.args, each.kwargs)) for each in (step, counterpart))
-        if any(left != right and left == left for left, right in zip(*numbers, strict=False)):
+        if _has_another(step.args, counterpart.args) or _has_another(step.kwargs, counterpart.kwargs):
             yield step
 
 
-def _numbers(tree: Any) -> Iterator[int | float]:
-    """The plain numbers among arguments, in order, also those that expressions compute with."""
-    if isinstance(tree, int | float):
-        yield tree
-    elif isinstance(tree, Expr):
-        yield from _numbers((tree.args, tree.kwargs))
-    elif isinstance(tree, slice):
-        yield from _numbers((tree.start, tree.stop, tree.step))
-    elif isinstance(tree, dict):
-        yield from _numbers(tuple(tree.values()))
-    elif isinstance(tree, tuple | list):
-        for part in tree:
-            yield from _numbers(part)
+def _has_another(one: Any, other: Any) -> bool:
+    """Whether arguments that are alike otherwise have different plain numbers, also inside expressions."""
+    if isinstance(one, Expr) and isinstance(other, Expr):
+        return one.call == other.call and _has_another((one.args, one.kwargs), (other.args, other.kwargs))
+    if isinstance(one, slice) and isinstance(other, slice):
+        return _has_another((one.start, one.stop, one.step), (other.start, other.stop, other.step))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and any(_has_another(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and any(map(_has_another, one, other))
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return numbers and one != other and one == one

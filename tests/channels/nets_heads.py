@@ -271,6 +271,21 @@ class LatentHeadsUnsqueezed(LatentHeads):
         return self.down(x).unsqueeze(1)
 
 
+class QueriesPastOneHead(Attention):
+    """One head of keys and values serves all queries, which are viewed as one head first (GPT-BigCode)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Linear(WIDTH, (HEADS + 2) * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.all(x).unsqueeze(1).split([HEADS * SIZE, SIZE, SIZE], 3)
+        q = q.view(b, t, -1, SIZE).transpose(1, 2)
+        k, v = (each.expand(-1, q.shape[1], -1, -1) for each in (k, v))
+        return self.joined(x, F.scaled_dot_product_attention(q, k, v))
+
+
 class GatesForGroups(nn.Module):
     """Each group of heads has a gate, copied to a number of heads that the code says, twice (Mamba 2)."""
 
@@ -364,6 +379,7 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(SharedSystem, sequences(), removed=4),
     Construct(LatentHeads, sequences(), removed=ONE_HEAD + 2),
     Construct(LatentHeadsUnsqueezed, sequences(), removed=ONE_HEAD + 2),
+    Construct(QueriesPastOneHead, sequences(), removed=SIZE),
     Construct(GatesForGroups, sequences(), removed=24),
     Construct(GatesForGroupsByShape, sequences(), removed=24),
     Construct(ValuesRepeated, sequences(), removed=12),
