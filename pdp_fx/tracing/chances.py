@@ -44,8 +44,8 @@ def _replacements(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, obj
 
 def _recording(recorder: Recorder, draw: DrawNumber, function: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        many = kwargs or (args and draw.name != "uniform") or len(args) > 2
-        if recorder.inside or many or not is_users(sys._getframe(1).f_code.co_filename):
+        bounds = len(args) <= 2 * (draw.name == "uniform") and all(isinstance(a, int | float) for a in args)
+        if recorder.inside or kwargs or not bounds or not is_users(sys._getframe(1).f_code.co_filename):
             return function(*args, **kwargs)
         return recorder.guarded(_draw, recorder, draw, args)
 

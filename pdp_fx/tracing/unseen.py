@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -64,22 +64,11 @@ def followed_unseen(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, 
 
 def _all_changed(example: ExampleCall) -> Iterator[ExampleCall]:
     """Calls in which the batch and all sizes are others."""
-    sizes = sorted(example.sizes())
-    for other in islice(example.others(), 1):
-        for calls in zip(*(other.resized(size) for size in sizes[:1]), strict=True):
-            yield from _changed_further(calls[0], sizes[1:])
-        if not sizes:
-            yield other
-
-
-def _changed_further(call: ExampleCall, sizes: list[int]) -> Iterator[ExampleCall]:
-    """The call with each of these sizes replaced, all in the same way."""
-    if not sizes:
-        yield call
+    other, sizes = next(example.others(), None), sorted(example.sizes())
+    if other is None:
         return
-    for size in sizes:
-        call = next(call.resized(size))
-    yield call
+    for call in other.resized(sizes[0]) if sizes else [other]:
+        yield reduce(lambda changed, size: next(changed.resized(size)), sizes[1:], call)
 
 
 def _first_verdict(

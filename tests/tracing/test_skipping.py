@@ -110,6 +110,10 @@ class Skips(nn.Module):
     def by_a_choice(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         return x if self.training and random.choice([True, False]) else layer(x)
 
+    def of_several(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        drawn = np.random.uniform(np.zeros(2), 1.0)
+        return x if self.training and drawn[0] < 0.4 else layer(x)
+
     def drawn_before(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         noise = random.gauss(0, 1)
         return x if self.training and random.random() + noise < 0.4 else layer(x)
@@ -208,7 +212,7 @@ FOLLOWED = (
     *("dropped", "survives", "rarer_with_depth", "in_place", "without_a_module", "listed", "twice"),
     *("before_the_branch", "drawn_always", "by_python", "by_numpy", "by_name_in_both_modes"),
 )
-KEPT_FOR_DRAWS = ("by_both", "by_an_index", "by_a_choice", "drawn_before")
+KEPT_FOR_DRAWS = ("by_both", "by_an_index", "by_a_choice", "of_several", "drawn_before")
 KEPT_WHOLE = (
     *("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one", "counted"),
     *("never_two", "not_all", "by_chance_again", "refuses", "checked", "checked_inside"),
