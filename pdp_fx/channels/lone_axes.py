@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pdp_fx.channels.given_sizes import SHAPE, VIEWS, sizes_given
 from pdp_fx.channels.record import Record
 
 KEEPING = frozenset({nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity})
 """Layers whose results have the axes of their inputs, though the last may have another size."""
-
 
 SPLITS = frozenset({"split", "chunk", "split_with_sizes", torch.split, torch.functional.split, torch.chunk})
 """Operations whose parts have the axes of what is split."""
@@ -32,11 +32,10 @@ def lone_axes(tensor: fx.Node, record: Record) -> frozenset[int]:
     if len(values) != 1:
         return frozenset()
     rank = len(values[0].shape)
-    if tensor.target in ("view", "reshape", torch.reshape):
-        given: Any = tensor.args[1:] or tuple(tensor.kwargs.values())
-        sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-        ones = frozenset(axis for axis, size in enumerate(sizes) if size == 1)
-        return ones if len(sizes) == rank else frozenset()
+    if tensor.target in VIEWS:
+        _, _, sizes = sizes_given(tensor, 1, SHAPE)
+        told = isinstance(sizes, (tuple, list)) and len(sizes) == rank
+        return frozenset(axis for axis, size in enumerate(sizes) if size == 1) if told else frozenset()
     if tensor.target in ("unsqueeze", torch.unsqueeze):
         axis: Any = tensor.args[1] if len(tensor.args) > 1 else tensor.kwargs.get("dim")
         return frozenset({axis % rank}) if isinstance(axis, int) else frozenset()

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from pdp_fx.channels.given_sizes import SHAPE, VIEWS, sizes_given
 from pdp_fx.channels.kept import are_distinct, placed_before
 from pdp_fx.channels.mixed_views import mixed_axes
 from pdp_fx.channels.record import Record
@@ -25,9 +26,6 @@ from pdp_fx.channels.varying import given_varying
 from pdp_fx.channels.written_sizes import hold_to_size, written_out
 from pdp_fx.ops.kinds import groups_left
 from pdp_fx.ops.products import operation_name
-
-VIEWS: frozenset[Any] = frozenset({"view", "reshape", torch.reshape})
-"""Operations that lay all elements out anew, in which a size of -1 is what the others leave."""
 
 GROUPS = 6
 """The position of ``groups`` among the arguments of a convolution, transposed or not."""
@@ -41,7 +39,7 @@ def _arguments(node: fx.Node, first: int, names: tuple[str, ...], count: int) ->
 
 def _sizes(node: fx.Node, job: Job, first: int, names: tuple[str, ...]) -> None:
     """Update the sizes that start at argument ``first``, one for each axis of the result."""
-    name, packed, given = _sizes_given(node, first, names)
+    name, packed, given = sizes_given(node, first, names)
     result = job.results[0]
     if not isinstance(given, (tuple, list)) or len(given) != len(result.value.shape):
         return
@@ -54,18 +52,6 @@ def _sizes(node: fx.Node, job: Job, first: int, names: tuple[str, ...]) -> None:
         node.args = (*node.args[:first], new) if packed else (*node.args[:first], *new)
 
 
-def _sizes_given(node: fx.Node, first: int, names: tuple[str, ...]) -> tuple[str | None, bool, Any]:
-    """The sizes that start at argument ``first``: their keyword, whether they are one argument, and they."""
-    name = next((name for name in names if name in node.kwargs), None)
-    packed = len(node.args) == first + 1 and isinstance(node.args[first], (tuple, list))
-    given: Any = node.kwargs[name] if name else node.args[first] if packed else node.args[first:]
-    return name, packed, given
-
-
-SHAPE = ("shape", "size", "sizes")
-"""The keywords of a method's sizes."""
-
-
 def _method_sizes(node: fx.Node, job: Job) -> None:
     _sizes(node, job, 1, SHAPE)
 
@@ -74,7 +60,7 @@ def _view_varies(node: fx.Node, record: Record) -> frozenset[int]:
     """The axes whose channels a view spreads over axes that follow other sizes."""
     source: Any = node.args[0] if node.args else None
     values = record.values_of(source)
-    _, _, given = _sizes_given(node, 1, SHAPE)
+    _, _, given = sizes_given(node, 1, SHAPE)
     if len(values) != 1 or not isinstance(given, (tuple, list)):
         return frozenset()
     return mixed_axes(tuple(given), source, values[0], record)
@@ -286,7 +272,7 @@ def _number_fits(node: fx.Node, record: Record) -> bool:
 
 def _repeat(node: fx.Node, job: Job) -> None:
     """Make as many copies of each axis of one index as stay; copies of other axes are as many as before."""
-    name, packed, given = _sizes_given(node, 1, COPIES)
+    name, packed, given = sizes_given(node, 1, COPIES)
     result = job.results[0]
     ones = _axes_of_one(job.source.value.shape, len(result.value.shape))
     new = tuple(
@@ -312,7 +298,7 @@ def _repeat_fits(node: fx.Node, record: Record) -> bool:
     """Fits if a number is told for each axis, and the copies are of no axis that may get shorter for that."""
     source: Any = node.args[0]
     values = record.values_of(source)
-    _, _, given = _sizes_given(node, 1, COPIES)
+    _, _, given = sizes_given(node, 1, COPIES)
     if len(values) != 1 or not isinstance(given, (tuple, list)) or len(given) < len(values[0].shape):
         return False
     offset = len(given) - len(values[0].shape)
@@ -502,7 +488,7 @@ def sizes_laid_out(gm: fx.GraphModule, node: fx.Node, rank: int) -> tuple[int, l
     if rewrite is _UNFLATTEN:
         axis, sizes = _arguments(node, 1, ("dim", "sizes"), 2)
         return (axis % rank if isinstance(axis, int) else 0), _listed(sizes)
-    return (0, _listed(_sizes_given(node, 1, SHAPE)[2])) if rewrite is _VIEW else None
+    return (0, _listed(sizes_given(node, 1, SHAPE)[2])) if rewrite is _VIEW else None
 
 
 def chooses(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -5,8 +5,7 @@ them in its next call is kept whole; if the model's own forward does so, the mod
 """
 
 from collections.abc import Mapping
-from functools import partial
-from itertools import product, starmap
+from itertools import product
 
 from torch import nn
 
@@ -33,7 +32,8 @@ def remembering(
     Raises:
         TraceError: the model's own forward does so.
     """
-    if not changes or all(starmap(partial(_act_alike, gm, model, example), product((False, True), repeat=2))):
+    modes = product((False, True), repeat=2)
+    if not changes or all(_act_alike(gm, model, example, second, first) for second, first in modes):
         return {}
     found: dict[Whole, str] = {}
     for path, module in model.named_modules():

@@ -223,7 +223,7 @@ class _Merge:
         """The differences from a recording, if these branches leave their steps out."""
         found = [(step.args, step.kwargs, step.changes) for step in pairs]
         mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
-        return _differences(self._chosen((mine, self.full.output), turn), (found, other.output), pairs)
+        return differences(self._chosen((mine, self.full.output), turn), (found, other.output), pairs)
 
     def _chosen(self, tree: Any, turn: frozenset[int]) -> Any:
         """Arguments as they are if these branches leave their steps out."""
@@ -347,7 +347,7 @@ def _segments(recording: Recording) -> list[list[Step]]:
     ]
 
 
-def _differences(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> Iterator[tuple[Any, Any]]:
+def differences(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> Iterator[tuple[Any, Any]]:
     """The innermost parts in which arguments differ from those of another recording."""
     if isinstance(mine, Expr) and isinstance(theirs, Expr) and mine.call == theirs.call:
         mine, theirs = (mine.args, mine.kwargs), (theirs.args, theirs.kwargs)
@@ -357,7 +357,7 @@ def _differences(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> Iterator
         mine, theirs = list(mine.values()), list(theirs.values())
     if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list) and len(mine) == len(theirs):
         for one, other in zip(mine, theirs, strict=True):
-            yield from _differences(one, other, pairs)
+            yield from differences(one, other, pairs)
     elif not _agree(mine, theirs, pairs):
         yield mine, theirs
 

@@ -7,9 +7,10 @@ few inputs. Two recordings show it, for all that is seen is the same in both.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.record import record
-from pdp_fx.tracing.steps import Expr, Recording, Step
+from pdp_fx.tracing.skipping import differences
+from pdp_fx.tracing.steps import Recording, Step
 from pdp_fx.tracing.verify import tried
 
 _log = logging.getLogger(__name__)
@@ -50,11 +52,12 @@ def followed_unseen(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, 
         example: what it was traced on.
         findings: what is known of the model, with a recording of each mode; left as they are.
     """
-    if example.has_places_elsewhere:
+    known = _to_compare(findings)
+    if example.has_places_elsewhere or not known:
         return Unseen(False, frozenset())
 
     def hides(calls: Iterable[ExampleCall]) -> bool | None:
-        return _first_verdict(gm, model, calls, findings)
+        return _first_verdict(gm, model, calls, findings, known)
 
     if hides(_all_changed(example)) is False:
         return Unseen(False, frozenset())
@@ -72,34 +75,34 @@ def _all_changed(example: ExampleCall) -> Iterator[ExampleCall]:
 
 
 def _first_verdict(
-    gm: fx.GraphModule, model: nn.Module, calls: Iterable[ExampleCall], findings: Findings
+    gm: fx.GraphModule,
+    model: nn.Module,
+    calls: Iterable[ExampleCall],
+    findings: Findings,
+    known: Mapping[bool, Recording],
 ) -> bool | None:
     """Whether a number is another one on the first call that the graph takes; None if it takes none."""
     for other in calls:
-        taken = [training for training in _modes(findings) if not _fails(gm, model, other, training)]
+        outcomes = {training: tried(gm, other, training, model) for training in known}
+        taken = [training for training, outcome in outcomes.items() if not isinstance(outcome, Exception)]
         if taken:
-            return any(_is_another(model, other, findings, training) for training in taken)
+            return any(_is_another(model, other, findings, training, known[training]) for training in taken)
     return None
 
 
-def _fails(gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool) -> bool:
-    return isinstance(tried(gm, other, training, model), Exception)
+def _to_compare(findings: Findings) -> dict[bool, Recording]:
+    """The recording of training mode, and of eval mode if it has steps of its own; none if one is lost."""
+    in_train, in_eval = findings.recording(True), findings.recording(False)
+    if in_train is None or in_eval is None:
+        return {}
+    trains, evaluates = (Counter(map(kind_of_step, recording.steps)) for recording in (in_train, in_eval))
+    return {True: in_train, False: in_eval} if evaluates - trains else {True: in_train}
 
 
-def _modes(findings: Findings) -> list[bool]:
-    """The modes to record: training mode, and eval mode if it has steps of its own."""
-    known = [findings.recording(training) for training in (True, False)]
-    if any(recording is None for recording in known):
-        return []
-    trains, evaluates = (Counter(map(kind_of_step, recording.steps)) for recording in known if recording)
-    return [True, False] if evaluates - trains else [True]
-
-
-def _is_another(model: nn.Module, other: ExampleCall, findings: Findings, training: bool) -> bool:
+def _is_another(
+    model: nn.Module, other: ExampleCall, findings: Findings, training: bool, known: Recording
+) -> bool:
     """Whether a plain number in a recording of the model is another one on this call."""
-    known = findings.recording(training)
-    if known is None:
-        return False
     kept = replace(
         findings,
         opaque=dict(findings.opaque),
@@ -127,20 +130,12 @@ def _differing(one: Recording, other: Recording) -> Iterator[Step]:
     mine, theirs = ([s for s in each.steps if s.target is not torch._assert] for each in (one, other))
     if list(map(kind_of_step, mine)) != list(map(kind_of_step, theirs)):
         return
-    for step, counterpart in zip(mine, theirs, strict=True):
-        if _has_another(step.args, counterpart.args) or _has_another(step.kwargs, counterpart.kwargs):
+    pairs = dict(zip(theirs, mine, strict=True))
+    for counterpart, step in pairs.items():
+        given = differences((step.args, step.kwargs), (counterpart.args, counterpart.kwargs), pairs)
+        if any(starmap(_are_numbers, given)):
             yield step
 
 
-def _has_another(one: Any, other: Any) -> bool:
-    """Whether arguments that are alike otherwise have different plain numbers, also inside expressions."""
-    if isinstance(one, Expr) and isinstance(other, Expr):
-        return one.call == other.call and _has_another((one.args, one.kwargs), (other.args, other.kwargs))
-    if isinstance(one, slice) and isinstance(other, slice):
-        return _has_another((one.start, one.stop, one.step), (other.start, other.stop, other.step))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and any(_has_another(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and any(map(_has_another, one, other))
-    numbers = isinstance(one, int | float) and isinstance(other, int | float)
-    return numbers and one != other and one == one
+def _are_numbers(one: Any, other: Any) -> bool:
+    return isinstance(one, int | float) and isinstance(other, int | float) and one == one

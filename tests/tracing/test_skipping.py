@@ -271,21 +271,23 @@ def test_a_graph_skips_what_the_model_skips(step: str, layers: int) -> None:
         assert all(map(torch.equal, tensors(other(x)), wanted))
 
 
-@pytest.mark.parametrize("step", KEPT_WHOLE)
-def test_other_branches_on_random_numbers_are_kept_whole(step: str) -> None:
-    x = torch.randn(3, 4)
-    model = nn.Sequential(Skips(step))
+def around(step: str) -> tuple[fx.GraphModule, nn.Module, Tensor]:
+    """The graph, in which nothing is followed, of a model around one that skips, the model and an example."""
+    model, x = nn.Sequential(Skips(step)), torch.randn(3, 4)
     gm = exact(model, x)
     assert not choices(gm)
+    return gm, model, x
+
+
+@pytest.mark.parametrize("step", KEPT_WHOLE)
+def test_other_branches_on_random_numbers_are_kept_whole(step: str) -> None:
+    gm, _, _ = around(step)
     assert "branches on the numbers in a tensor" in opaque(gm)["0"]
 
 
 @pytest.mark.parametrize("step", KEPT_FOR_DRAWS)
 def test_other_numbers_from_outside_torch_are_kept_whole(step: str) -> None:
-    x = torch.randn(3, 4)
-    model = nn.Sequential(Skips(step))
-    gm = exact(model, x)
-    assert not choices(gm)
+    gm, model, x = around(step)
     assert list(opaque(gm)) == ["0"]
     assert_alike(gm, model, x)
 
