@@ -6,7 +6,6 @@ few inputs. Two recordings show it, for all that is seen is the same in both.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
@@ -52,8 +51,9 @@ def followed_unseen(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, 
         example: what it was traced on.
         findings: what is known of the model, with a recording of each mode; left as they are.
     """
-    known = _to_compare(findings)
-    if example.has_places_elsewhere or not known:
+    made = {training: findings.recording(training) for training in (True, False)}
+    known = {training: recording for training, recording in made.items() if recording is not None}
+    if example.has_places_elsewhere:
         return Unseen(False, frozenset())
 
     def hides(calls: Iterable[ExampleCall]) -> bool | None:
@@ -88,15 +88,6 @@ def _first_verdict(
         if taken:
             return any(_is_another(model, other, findings, training, known[training]) for training in taken)
     return None
-
-
-def _to_compare(findings: Findings) -> dict[bool, Recording]:
-    """The recording of training mode, and of eval mode if it has steps of its own; none if one is lost."""
-    in_train, in_eval = findings.recording(True), findings.recording(False)
-    if in_train is None or in_eval is None:
-        return {}
-    trains, evaluates = (Counter(map(kind_of_step, recording.steps)) for recording in (in_train, in_eval))
-    return {True: in_train, False: in_eval} if evaluates - trains else {True: in_train}
 
 
 def _is_another(

@@ -593,24 +593,24 @@ def test_sizes_are_tried_in_all_inputs_at_once() -> None:
 class WithinCapacity(nn.Module):
     """Each expert takes as many rows as there are in all, made of a float on the left, so none is lost."""
 
-    def __init__(self, place: int, only_in_training: bool) -> None:
+    def __init__(self, place: int, modes: tuple[bool, ...]) -> None:
         super().__init__()
-        self.place, self.only_in_training, self.fc = place, only_in_training, nn.Linear(4, 4)
+        self.place, self.modes, self.fc = place, modes, nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         capacity = 10**6
-        if self.training or not self.only_in_training:
+        if self.training in self.modes:
             capacity = math.ceil(2.0 * x.shape[self.place])
         taken = torch.ones_like(x).cumsum(self.place) <= capacity
         return self.fc(x) * taken
 
 
-@pytest.mark.parametrize("only_in_training", [False, True])
+@pytest.mark.parametrize("modes", [(False, True), (True,), (False,)], ids=["both", "training", "eval"])
 @pytest.mark.parametrize(("place", "held"), [(0, "a batch of 2"), (1, "inputs of size 5")])
 def test_a_number_that_follows_a_size_unseen_is_found_where_outputs_show_nothing(
-    place: int, held: str, only_in_training: bool
+    place: int, held: str, modes: tuple[bool, ...]
 ) -> None:
-    gm = exact(WithinCapacity(place, only_in_training), rows(2, 5, 4))
+    gm = exact(WithinCapacity(place, modes), rows(2, 5, 4))
     longer = [1, 1]
     longer[place] = 3
     with pytest.raises(AssertionError, match=f"this graph holds for {held} only"):
