@@ -27,7 +27,7 @@ from pdp_fx.tracing.steps import (
     Whole,
     is_ragged,
 )
-from pdp_fx.tracing.structure import is_record, plain_leaves, tensors
+from pdp_fx.tracing.structure import is_record, place_of_number, plain_leaves, tensors
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -179,7 +179,11 @@ def _check_numbers(step: Step, result: Any) -> None:
     # A record's number may be its default by chance.
     found = plain_leaves(result) if is_record(result) else leaves(result)
     if any(isinstance(leaf, bool | int | float) for leaf in found):
-        raise UnrecordableError(f"gets a number from {step.called} that depends on numbers in a tensor")
+        place = place_of_number(result)
+        where = f" (in its result at {place})" if place else ""
+        raise UnrecordableError(
+            f"gets a number from {step.called}{where} that may depend on numbers in a tensor"
+        )
 
 
 def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[torch.Tensor]) -> Facts:

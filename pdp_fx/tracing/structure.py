@@ -102,6 +102,20 @@ def plain_leaves(value: Any) -> list[Any]:
     return list(_leaves(value, BASE_TYPES, set()))
 
 
+def place_of_number(value: Any, around: frozenset[int] = frozenset()) -> str | None:
+    """How to reach the first number in a structure, such as ``.cache.layers[0].size``; None without one."""
+    if isinstance(value, bool | int | float):
+        return ""
+    if isinstance(value, BASE_TYPES) or id(value) in around:
+        return None
+    for how, key, part in children(value):
+        place = place_of_number(part, around | {id(value)})
+        if place is not None:
+            named = how == "attribute" or is_record(value)
+            return (f".{key}" if named else f"[{key!r}]") + place
+    return None
+
+
 def objects(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
     """All objects in a structure, as `is_object` has it."""
     seen = set() if seen is None else seen

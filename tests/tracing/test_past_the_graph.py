@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import pdp_fx
 from pdp_fx import PruneSpec, Schedule, TraceError, Unstructured
 from pdp_fx.trace import trace
+from pdp_fx.tracing.structure import place_of_number
 from tests.tracing.checks import Around, exact, opaque
 
 FOUND: dict[str, int] = {}
@@ -27,6 +28,7 @@ class Plain:
     """An object that is no record."""
 
     number = 0
+    inner: object = None
 
 
 class Layer(nn.Module):
@@ -139,8 +141,18 @@ def test_a_number_that_gets_past_the_graph_is_refused(kind: type[nn.Module]) -> 
 def test_a_number_that_is_the_default_of_its_record_is_refused_too() -> None:
     model = ByRecord()
     nn.init.constant_(model.layer.bias, -100.0)
-    with pytest.raises(TraceError, match="gets a number from counted"):
+    with pytest.raises(TraceError, match=r"gets a number from counted \(in its result at \.number\)"):
         trace(model, torch.randn(3, 4))
+
+
+def test_the_place_of_a_number_is_named_as_code_would_reach_it() -> None:
+    x, plain = torch.zeros(1), Plain()
+    endless: list[Any] = [x]
+    endless.append(endless)
+    plain.inner = {"a": [x, Count(3)]}
+    assert place_of_number([endless, plain]) == "[1].inner['a'][1].number"
+    assert place_of_number(4) == ""
+    assert place_of_number([endless, "text", Plain()]) is None
 
 
 @pytest.mark.parametrize("kind", SEEN)
