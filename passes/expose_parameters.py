@@ -24,6 +24,7 @@ from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_module
+from pdp_fx.tracing.objects import join_methods
 from pdp_fx.weights.without_gradients import part_to_leave, switches_off
 from pdp_fx.weights.writes import Writes, idle_in_eval, read_to_write, writes
 
@@ -137,6 +138,8 @@ def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
     for name, module in named_modules(root) if swaps else ():
         if module in swaps:
             root.set_submodule(name, swaps[module])
+    if swaps:
+        join_methods(root)
 
 
 def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:

@@ -145,7 +145,7 @@ def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> li
     if called is None:
         return []
     found: list[tuple[str, Use]] = []
-    for layer in layers_in(gm.get_submodule(called)):
+    for layer in layers_in(gm, gm.get_submodule(called)):
         kind = kind_of(layer)
         for name in kind.weights_of(layer) if kind is not None else ():
             # Under torch.nn.utils.weight_norm the attribute is a computed tensor, which has no name.
@@ -169,7 +169,7 @@ def _barred(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) ->
     in_methods = {
         name: _OUT_OF_REACH.format(target)
         for target, module in kept_whole.items()
-        for name in _used_by_method(module, gm, names)
+        for name in set(_used_by_method(module, gm, names)) - _of_own_layers(module, gm, names)
     }
     # Of several reasons for one parameter, that of the last operand is kept.
     return (
@@ -181,11 +181,24 @@ _OUT_OF_REACH = "{} uses it inside itself, too, out of reach of a mask"
 
 
 def _used_by_method(module: nn.Module, gm: fx.GraphModule, names: dict[int, str]) -> list[str]:
-    """The parameters that a method of the model itself uses, if the module is one that is kept whole."""
+    """The parameters that a method that is kept whole uses, if the module is one."""
     if not isinstance(module, MethodOf):
         return []
     parameters = dict(gm.named_parameters(remove_duplicate=False))
     return [names[id(parameters[name])] for name in module.uses if name in parameters]
+
+
+def _of_own_layers(module: nn.Module, gm: fx.GraphModule, names: dict[int, str]) -> set[str | None]:
+    """The weights of the layers that run in a method only, where masks reach them."""
+    if not isinstance(module, MethodOf):
+        return set()
+    layers = [(layer, kind_of(layer)) for layer in layers_in(gm, module)]
+    return {
+        names.get(id(getattr(layer, name)))
+        for layer, kind in layers
+        if kind is not None
+        for name in kind.weights_of(layer)
+    }
 
 
 def _used_otherwise(kept_whole: Mapping[str, nn.Module], names: dict[int, str]) -> dict[str, str]:
@@ -205,7 +218,7 @@ def _read_raw(
     gm: fx.GraphModule, kept_whole: Mapping[str, nn.Module], names: dict[int, str], inputs: Inputs | None
 ) -> dict[str, str]:
     """The weights that modules kept whole read without calling their layers, with the reason."""
-    inside = [layer for module in kept_whole.values() for layer in layers_in(module)]
+    inside = [layer for module in kept_whole.values() for layer in layers_in(gm, module)]
     if not inside or inputs is None:
         return {}
     args, kwargs = fresh(inputs)
@@ -217,9 +230,13 @@ def _read_raw(
 _MIXED = "it is a transposed convolution in groups, whose weight has the input channels of all on one axis"
 
 
-def layers_in(called: nn.Module) -> list[nn.Module]:
-    """The known layers that a module runs: itself, or those inside one that is kept whole."""
-    return [layer for layer in called.modules() if kind_of(layer) is not None]
+def layers_in(gm: nn.Module, called: nn.Module) -> list[nn.Module]:
+    """The known layers that a module of ``gm`` runs: itself, or those inside one that is kept whole.
+
+    Of a method that is kept whole, those that run nowhere else.
+    """
+    run = [gm.get_submodule(path) for path in called.layers] if isinstance(called, MethodOf) else [called]
+    return [layer for module in run for layer in module.modules() if kind_of(layer) is not None]
 
 
 def _given_to(node: fx.Node, gm: fx.GraphModule) -> fx.Node | None:

@@ -72,7 +72,7 @@ def _mask_inside(gm: fx.GraphModule, masks: Mapping[int, MaskPolicy]) -> None:
     swaps: dict[nn.Module, nn.Module] = {}
     for target in called_modules(gm.graph):
         whole = gm.get_submodule(target)
-        for layer in layers_in(whole):
+        for layer in layers_in(gm, whole):
             kind = kind_of(layer)
             if layer is whole or layer in swaps or kind is None:
                 continue

@@ -20,13 +20,15 @@ import torch
 from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
 
-from pdp_fx.tracing.objects import Apply, Bound, Build, DrawNumber, Fill, Held, MethodOf
+from pdp_fx.tracing.modes import called_modules
+from pdp_fx.tracing.objects import Apply, Bound, Build, DrawNumber, Fill, Held, MethodOf, join_methods
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
 
 def plain(gm: fx.GraphModule) -> fx.GraphModule:
     """Return ``gm`` as a bare graph module in eval mode that holds only what its graph uses."""
+    _put_owners(gm)
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
@@ -58,8 +60,22 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
         with node.graph.inserting_before(node):
             _fill_record(node, node.target)
     elif node.op == "call_module" and isinstance(called := gm.get_submodule(str(node.target)), MethodOf):
-        model = called.model.eval()
-        node.op, node.target = "call_function", _named(partial(getattr(model, called.method)), called.method)
+        if called.path:
+            with node.graph.inserting_before(node):
+                owner = node.graph.get_attr(called.path)
+            node.op, node.target, node.args = "call_method", called.method, (owner, *node.args)
+        else:
+            method = getattr(called.owner.eval(), called.method)
+            node.op, node.target = "call_function", _named(partial(method), called.method)
+
+
+def _put_owners(gm: fx.GraphModule) -> None:
+    """Put the modules whose methods are kept whole into the tree, where there are empty shells for them."""
+    join_methods(gm)
+    called = [gm.get_submodule(name) for name in called_modules(gm.graph)]
+    methods = [module for module in called if isinstance(module, MethodOf) and module.path]
+    for method in sorted(methods, key=lambda method: method.path.count(".")):
+        gm.set_submodule(method.path, method.owner)
 
 
 def _make_object(node: fx.Node, build: Build) -> None:

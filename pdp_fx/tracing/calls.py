@@ -20,7 +20,6 @@ from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
 from pdp_fx.tracing.shapes import Facts, check_step, structure_of
 from pdp_fx.tracing.steps import (
     DIFFERS_BY_MODE,
-    Attribute,
     Expr,
     Step,
     UnrecordableError,
@@ -56,24 +55,18 @@ def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwarg
     recorder.check_drawn()
     with recorder.silent():
         step = recorder.step("call_module", whole, args, kwargs)
-        if whole.path:
-            step.op, step.target = "call_method", whole.method
-            step.args = (Attribute(whole.path), *step.args)
         step.reason = recorder.findings.opaque[whole]
         result = _whole(recorder, step, method, args, kwargs)
-    if recorder.scope.path and not step.uses.isdisjoint(
-        name for name, _ in recorder.model.named_parameters()
-    ):
-        raise UnrecordableError(step.reason, Whole(recorder.scope.path), instead_of=whole)
-    if not whole.path:
-        step.uses |= _mentioned(recorder.model, whole.method)
+    inside = f"{whole.path}." if whole.path else ""
+    module = recorder.model.get_submodule(whole.path)
+    step.uses |= {inside + name for name in _mentioned(module, whole.method)}
     return result
 
 
 def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
     """The parameters and buffers of what a method's code, and that of methods it calls, names after `self`.
 
-    This run may not take the branch that uses them. All of the model's if there is no code to read.
+    This run may not take the branch that uses them. All of the module's if there is no code to read.
     """
     named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     found, todo, seen = set[str](), [method], set[str]()

@@ -10,6 +10,7 @@ from pdp_fx.tracing.attempts import Recordings
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.examples import TRIALS, ExampleCall
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
+from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.source import source_of
@@ -150,11 +151,12 @@ def given_by(model: nn.Module, example: ExampleCall) -> dict[bool, Outcome] | No
 
 def build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedModule:
     """The graph module of the recordings; with ``gate_all`` no step runs in a mode it was not recorded in."""
-    tree = mirror(model, frozenset(whole.path for whole in recordings.opaque))
+    tree = mirror(model, frozenset(whole.path for whole in recordings.opaque if not whole.method))
     graph, protected = write_graph(tree, model, recordings.alignment, gate_all)
     gm = TracedModule(tree, fx.Graph(), type(model).__name__)
     graph.owning_module = gm
     without_dead_code(graph, protected)
+    find_own_layers(gm, graph)
     gm.graph = graph
     with preserved(model):
         gm.always_eval = always_eval(model)

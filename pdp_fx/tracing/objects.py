@@ -2,12 +2,12 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.autograd import Function
 
 
@@ -150,28 +150,34 @@ class Bound:
 
 
 class MethodOf(nn.Module):
-    """A method of the traced model itself, as a module of its graph.
+    """A method of the traced model, or of a module inside it, as a module of its graph.
 
     The model is not a submodule: its parameters and layers are those of the graph module already. `join` lets
     the method run on those, so that modes, casts and moves of the graph module reach it.
 
     Args:
         model: the model.
+        path: the path of the module whose method it is; empty for the model itself.
         method: the name of the method.
         uses: the names of the parameters and buffers that it was seen to use.
+
+    Attributes:
+        layers: the paths of layers that run in this method only.
     """
 
-    def __init__(self, model: nn.Module, method: str, uses: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, path: str, method: str, uses: frozenset[str]) -> None:
         super().__init__()
         vars(self)["_joined"] = _Joined(model)
+        self.path = path
         self.method = method
         self.uses = uses
+        self.layers: tuple[str, ...] = ()
         self.training = model.training
 
     @property
-    def model(self) -> nn.Module:
-        """The object whose method it is: the model, or one with its class and attributes."""
-        return self._joined.model
+    def owner(self) -> nn.Module:
+        """The object whose method it is: a module of the model, or one with its class and attributes."""
+        return self._joined.model.get_submodule(self.path)
 
     @property
     def _joined(self) -> "_Joined":
@@ -183,11 +189,12 @@ class MethodOf(nn.Module):
         Args:
             tree: the graph module, which has those of the model under the same names.
         """
-        vars(self)["_joined"] = _Joined.of(self.model, tree)
+        vars(self)["_joined"] = _Joined.of(self._joined.model, tree)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, in the mode that the graph module is in."""
-        return getattr(self._joined.in_mode(self.training), self.method)(*args, **kwargs)
+        model = self._joined.in_mode(self.training)
+        return getattr(model.get_submodule(self.path), self.method)(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """The name of the method."""
@@ -218,7 +225,9 @@ class _Joined:
                 return own
             other = object.__new__(type(module))
             made[id(module)] = other, own
-            vars(other).update(vars(module), **{name: vars(own)[name] for name in _TENSORS})
+            # Tables of its own: hooks that the method registers are not to show on the user's model.
+            tables = {n: t.copy() for n, t in vars(module).items() if n[0] == "_" and isinstance(t, dict)}
+            vars(other).update(vars(module) | tables | {name: vars(own)[name] for name in _TENSORS})
             children = {
                 name: None if child is None else joined(child, own._modules.get(name) or child)
                 for name, child in module._modules.items()
@@ -238,6 +247,50 @@ class _Joined:
 
 
 _TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def find_own_layers(tree: nn.Module, graph: fx.Graph) -> None:
+    """Note for each method kept whole which layers it uses that a graph reaches in no other way.
+
+    Args:
+        tree: the modules of the graph module; the methods are among them.
+        graph: its graph.
+    """
+    methods = [module for module in tree.modules() if isinstance(module, MethodOf)]
+    if not methods:
+        return
+    reached = {
+        id(module)
+        for node in graph.nodes
+        if node.op in ("get_attr", "call_module")
+        for module in _on_the_way(tree, str(node.target))
+    }
+    layers = [
+        (path, [f"{path}.{name}" for name, _ in layer.named_parameters()])
+        for path, layer in _layers(tree, "")
+        if id(layer) not in reached
+    ]
+    for method in methods:
+        method.layers = tuple(path for path, names in layers if not method.uses.isdisjoint(names))
+
+
+def _on_the_way(tree: nn.Module, target: str) -> Iterator[nn.Module]:
+    """The modules on the way from the root of a tree to a module or a tensor."""
+    found: Any = tree
+    for name in target.split("."):
+        found = getattr(found, name)
+        if isinstance(found, nn.Module):
+            yield found
+
+
+def _layers(tree: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a tree that are no empty shells, outermost only, with their paths."""
+    for name, child in tree.named_children():
+        inner = f"{path}.{name}" if path else name
+        if type(child) is nn.Module:
+            yield from _layers(child, inner)
+        else:
+            yield inner, child
 
 
 def join_methods(tree: nn.Module) -> None:

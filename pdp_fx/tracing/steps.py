@@ -66,7 +66,7 @@ class Step:
 
     Attributes:
         op: `placeholder`, `call_function`, `call_method` or `call_module`, as in `torch.fx`.
-        target: as in `torch.fx`; for a method of the model itself, a `call_module` of a `Whole`.
+        target: as in `torch.fx`; for a method that is kept whole, a `call_module` of a `Whole`.
         args: positional arguments, in which values stand for what was computed.
         kwargs: keyword arguments, likewise.
         scope: the module call that it happened in.

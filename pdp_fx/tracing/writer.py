@@ -78,9 +78,6 @@ class Writer:
         if gate is None:
             node = self._node(step.op, target, args, kwargs)
             self._reach_after(node)
-        elif step.op == "call_method" and step.reason:
-            bound = self.expression(getattr, (args[0], target), {})
-            node = self._gated("call_function", operator.call, (bound, *args[1:]), kwargs, gate)
         else:
             node = self._gated(step.op, target, args, kwargs, gate)
         if step.reason:
@@ -98,10 +95,10 @@ class Writer:
         self.graph.output(returned).meta.update(self._meta)
 
     def _method(self, whole: Whole) -> str:
-        """The child of the tree that calls a method of the model."""
+        """The child of the tree that calls a method of the model or of one of its modules."""
         if whole not in self._methods:
             name = self._methods[whole] = free_name(self.tree, whole.method)
-            self.tree.add_module(name, MethodOf(self._model, whole.method, self._uses[whole]))
+            self.tree.add_module(name, MethodOf(self._model, whole.path, whole.method, self._uses[whole]))
         return self._methods[whole]
 
     def attribute(self, path: str) -> fx.Node:

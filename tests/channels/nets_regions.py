@@ -157,7 +157,7 @@ class ChosenByFunction(nn.Module):
 
 
 class Picking(nn.Module):
-    """A head that decides by its data in a method, which could reach all of its layers."""
+    """A head that decides by its data in a method, which uses none of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Picking(nn.Module):
 
 
 class ChosenByMethod(nn.Module):
-    """No mask is put on a layer that something kept whole may use, too."""
+    """The layers beside a method that is kept whole are pruned, but for the channels that go into it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ REGIONS = (
     Construct(
         ChosenByMethod,
         images(),
-        removed=4,
-        reason="no mask can be put on head.last.weight, as %pick is given the whole of head",
+        removed=4 + 3,
+        reason="%pick (nets_regions.py:170): pick decides by its data what it does",
     ),
 )

@@ -1,5 +1,6 @@
 import copy
 import math
+import pickle
 import random
 from typing import Any, cast
 
@@ -97,6 +98,43 @@ class Match(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.wide(self.narrow(x).relu()) + self.first(x)
         return self.last(self.match(self.shared(self.rare(hidden)).relu()))
+
+
+class Looks(nn.Module):
+    """Splits what its encoder makes as its data say, in a method of its own, and goes on with layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), nn.Dropout(0.5), nn.Linear(12, 4))
+        self.narrow, self.out, self.both = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4)
+
+    def look(self, x: Tensor) -> list[Tensor]:
+        positive = int((x[:, 0] > 0).sum())
+        return list(self.both(self.encoder(x)).split([positive, len(x) - positive]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.narrow(torch.cat(self.look(self.both(x)))).relu())
+
+
+CAPTURED: list[Tensor] = []
+
+
+def capture(module: nn.Module, args: Any, output: Tensor) -> None:
+    CAPTURED.append(output)
+
+
+class Captures(Looks):
+    """Registers a hook in the first call of the method, which returns what the hook has seen."""
+
+    hooked = False
+
+    def look(self, x: Tensor) -> list[Tensor]:
+        if not self.hooked:
+            self.encoder.register_forward_hook(capture)
+            self.hooked = True
+        CAPTURED.clear()
+        super().look(x)
+        return CAPTURED[:1]
 
 
 class Experts(nn.Module):
@@ -292,6 +330,59 @@ def test_what_a_method_kept_whole_uses_itself_is_out_of_reach(rule: Unstructured
     narrow = converted.get_parameter("narrow.weight")
     assert narrow.shape[0] == 4 if isinstance(rule, Channels) else (narrow == 0).any()
     model.train()
+    torch.testing.assert_close(converted(x), prepared(x), rtol=0.0, atol=1e-12)
+
+
+def looking() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(Looks(), nn.Linear(4, 4)).double(), torch.randn(8, 4, dtype=torch.float64)
+
+
+def test_a_method_of_a_module_that_uses_its_layers_stays_whole_alone() -> None:
+    model, x = looking()
+    gm = exact(model, x)
+    assert list(opaque(gm)) == ["look"]
+    assert {"0.both", "0.narrow", "0.out", "1"} <= set(targets(gm))
+    assert type(gm.get_submodule("0")) is nn.Module
+
+
+def test_hooks_that_a_method_kept_whole_registers_stay_with_the_graph() -> None:
+    gm = exact(nn.Sequential(Captures(), nn.Linear(4, 4)), torch.randn(8, 4))
+    assert list(opaque(gm)) == ["look"]
+
+
+def test_layers_that_run_in_a_method_kept_whole_only_are_pruned_by_single_weights() -> None:
+    model, x = looking()
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), x)
+    pdp_fx.step(prepared.train())
+    prepared(x).sum().backward()
+    converted = pdp_fx.convert(copy.deepcopy(prepared).eval())
+    for path in ("0.encoder.0", "0.encoder.3", "0.narrow"):
+        assert prepared.get_parameter(f"{path}.weight").grad is not None
+        zeros = converted.get_parameter(f"{path}.weight") == 0
+        assert zeros.sum() > 0
+    # Another use of its weight is in the graph, where the method does not see its mask.
+    assert (converted.get_parameter("0.both.weight") != 0).all()
+    dense = prepared.eval()(x)
+    torch.testing.assert_close(converted(x), dense, rtol=0.0, atol=1e-12)
+    with torch.no_grad():
+        prepared.get_parameter("0.encoder.0.weight").zero_()
+    assert not torch.equal(prepared(x), dense)
+    torch.testing.assert_close(converted(x), dense, rtol=0.0, atol=1e-12)
+    assert converted.state_dict().keys() == model.state_dict().keys()
+    copied = pickle.loads(pickle.dumps(converted)).float()
+    torch.testing.assert_close(copied(x.float()), dense.float())
+    assert all(module.training for module in copied.train().modules())
+
+
+def test_a_method_kept_whole_leaves_channels_around_it_to_be_removed() -> None:
+    model, x = looking()
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0)), x)
+    pdp_fx.step(prepared.train())
+    prepared(x).sum().backward()
+    converted = pdp_fx.convert(prepared.eval())
+    assert converted.get_parameter("0.narrow.weight").shape[0] == 4
+    assert converted.get_parameter("0.encoder.0.weight").shape[0] == 12
     torch.testing.assert_close(converted(x), prepared(x), rtol=0.0, atol=1e-12)
 
 
