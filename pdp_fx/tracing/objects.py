@@ -10,6 +10,8 @@ import torch
 from torch import fx, nn
 from torch.autograd import Function
 
+from pdp_fx.ops.explicit import twin
+
 
 @dataclass(frozen=True)
 class Build:
@@ -223,11 +225,10 @@ class _Joined:
                 return made[id(module)][0]
             if own is not tree and type(own) is not nn.Module:
                 return own
-            other = object.__new__(type(module))
+            # Its tables are its own: hooks that the method registers are not to show on the user's model.
+            other = twin(module)
             made[id(module)] = other, own
-            # Tables of its own: hooks that the method registers are not to show on the user's model.
-            tables = {n: t.copy() for n, t in vars(module).items() if n[0] == "_" and isinstance(t, dict)}
-            vars(other).update(vars(module) | tables | {name: vars(own)[name] for name in _TENSORS})
+            vars(other).update({name: vars(own)[name] for name in _TENSORS})
             children = {
                 name: None if child is None else joined(child, own._modules.get(name) or child)
                 for name, child in module._modules.items()
