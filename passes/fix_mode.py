@@ -18,7 +18,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.functions import acts_in_place
-from pdp_fx.tracing.modes import When
+from pdp_fx.tracing.modes import When, unconditional
 from pdp_fx.tracing.skipping import kept_unless
 
 
@@ -46,7 +46,7 @@ class FixMode(Pass):
                 known[node] = node.args[2]
         calls = [node for node in gm.graph.nodes if isinstance(node.target, When) and node not in known]
         for node in calls:
-            _call_plainly(gm.graph, node, node.target.function)
+            node.op, node.target, node.args = unconditional(node)
         for node in reversed(known):
             erase(node, lambda source: source not in known and _does_nothing_else(source))
         return bool(known or calls)
@@ -68,19 +68,6 @@ def _is_flag(node: fx.Node, modules: frozenset[str]) -> bool:
     if node.target is not getattr or node.args[1] != "training" or not isinstance(node.args[0], fx.Node):
         return False
     return node.args[0].op == "get_attr" and str(node.args[0].target) in modules
-
-
-def _call_plainly(graph: fx.Graph, node: fx.Node, function: Any) -> None:
-    """Replace a conditional call of ``function``, whose condition is true, by an unconditional one."""
-    with graph.inserting_before(node):
-        called = node.args[1] if function is operator.call else None
-        if isinstance(called, fx.Node) and called.op == "get_attr":
-            plain = graph.call_module(str(called.target), node.args[2:], node.kwargs)
-        else:
-            plain = graph.call_function(function, node.args[1:], node.kwargs)
-    plain.meta = dict(node.meta)
-    node.replace_all_uses_with(plain)
-    graph.erase_node(node)
 
 
 def _does_nothing_else(node: fx.Node) -> bool:

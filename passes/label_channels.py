@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from pdp_fx.channels.analysis import observe, structure
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.choices import choose
 from pdp_fx.channels.elsewhere import heed_other_sizes
 from pdp_fx.channels.record import Record
@@ -17,6 +18,7 @@ from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.spec import PruneSpec
 from pdp_fx.tracing.examples import ExampleCall, Inputs
+from pdp_fx.tracing.modes import in_eval_form
 from pdp_fx.tracing.outcome import Outcome, outcome, random_state
 
 
@@ -43,7 +45,8 @@ class LabelWatch:
         FindSites().run(gm, ctx)
         sites = self.sites = ctx.get(Sites)
         drawn = random_state()
-        observed = observe(gm, inputs, sites.out_of_reach, stand_ins=sites.stand_ins)
+        with in_eval_form(gm.graph):
+            observed = observe(gm, inputs, sites.out_of_reach, stand_ins=sites.stand_ins)
         if random_state() == drawn:
             self.outcome = outcome(gm, observed.output)
         self.record = observed.record
@@ -60,24 +63,27 @@ class LabelChannels(Pass):
         inputs = ctx.example_inputs
         if inputs is None:
             return False
-        sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
-
-        def observed(call: Inputs, inner: frozenset[str] = frozenset()) -> Record:
-            with trial(gm):
-                run = observe(gm, fresh(call), sites.out_of_reach, stand_ins=sites.stand_ins, inner=inner)
-                return run.record
-
-        watch = ctx.find(LabelWatch)
-        first = observed(inputs) if watch is None or watch.record is None else watch.record
-        record = choose(
-            first, lambda each: structure(each, gm, inputs, through_norms), partial(observed, inputs)
-        )
-        # Whether a stream stays because of its norms does not depend on sizes; the example decides.
-        heed_other_sizes(
-            record,
-            gm,
-            inputs,
-            lambda call: structure(observed(call, record.inner), gm, call, through_norms=True),
-        )
-        ctx.put(structure(record, gm, inputs, through_norms))
+        with in_eval_form(gm.graph):
+            ctx.put(_channels(gm, ctx, inputs))
         return False
+
+
+def _channels(gm: fx.GraphModule, ctx: Context, inputs: Inputs) -> ChannelMap:
+    sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
+
+    def observed(call: Inputs, inner: frozenset[str] = frozenset()) -> Record:
+        with trial(gm):
+            run = observe(gm, fresh(call), sites.out_of_reach, stand_ins=sites.stand_ins, inner=inner)
+            return run.record
+
+    watch = ctx.find(LabelWatch)
+    first = observed(inputs) if watch is None or watch.record is None else watch.record
+    record = choose(first, lambda each: structure(each, gm, inputs, through_norms), partial(observed, inputs))
+    # Whether a stream stays because of its norms does not depend on sizes; the example decides.
+    heed_other_sizes(
+        record,
+        gm,
+        inputs,
+        lambda call: structure(observed(call, record.inner), gm, call, through_norms=True),
+    )
+    return structure(record, gm, inputs, through_norms)

@@ -31,6 +31,7 @@ from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.policy import MaskSite, Producer, make_mask
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.modes import When, called_module, function_of
 from pdp_fx.weights.sources import computed_with
 from pdp_fx.weights.without_gradients import part_to_leave, switches_off
 from pdp_fx.weights.writes import idle_in_eval
@@ -106,7 +107,7 @@ def _mask_group(
     names = tuple(slot.tensor for slot in group.producers)
     found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
     block = _block(found, group)
-    varied = any(reader.op != "get_attr" and reader.target in VARIANCES for reader in readers)
+    varied = any(reader.op != "get_attr" and function_of(reader) in VARIANCES for reader in readers)
     site = MaskSite(
         names,
         rule,
@@ -228,20 +229,27 @@ def _mask_norm(
         return
     node = norm.node
     _, mask = _mask_along(gm, node.prev, norm.classes, f"{node.name}.{norm.axis}", placed, ctx)
-    if node.op == "call_module":
-        module = gm.get_submodule(str(node.target))
+    called = called_module(node)
+    if called is not None:
+        module = gm.get_submodule(called)
         kind = kind_of(module)
         if kind is not None and type(module) is kind.plain and module not in swaps:
             swaps[module] = reclass(module, kind.explicit)
-        node.update_kwarg("mask", mask)
-        return
-    if node.target in STATISTICS:
-        node.update_kwarg("axis", norm.axis)
-    # Whether to use cuDNN is asked by torch's own functions only.
-    node.args = node.args[:MOST_ARGUMENTS]
-    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "cudnn_enable"}
-    node.op, node.target = "call_function", MASKED[node.target]
+    else:
+        _call_masked(node, norm.axis)
     node.update_kwarg("mask", mask)
+
+
+def _call_masked(node: fx.Node, axis: int) -> None:
+    """Have a node call the function that takes a mask in the place of its own, which runs over ``axis``."""
+    function, conditional = function_of(node), isinstance(node.target, When)
+    if function in STATISTICS:
+        node.update_kwarg("axis", axis)
+    masked = MASKED[function]
+    node.op, node.target = "call_function", When(masked) if conditional else masked
+    # Whether to use cuDNN is asked by torch's own functions only.
+    node.args = node.args[: MOST_ARGUMENTS + conditional]
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "cudnn_enable"}
 
 
 def _masks_along(classes: np.ndarray, placed: Placed) -> list[tuple[ChannelGroup, fx.Node]]:

@@ -47,6 +47,7 @@ from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.modes import in_eval_form
 from pdp_fx.tracing.structure import children, has_tensors, tensors
 
 RULE_MODULES = (
@@ -94,7 +95,8 @@ def analyse(
     def solve(record: Record) -> ChannelMap:
         return structure(record, gm, inputs, through_norms)
 
-    return solve(choose(follow(frozenset()), solve, follow))
+    with in_eval_form(gm.graph):
+        return solve(choose(follow(frozenset()), solve, follow))
 
 
 def structure(record: Record, gm: fx.GraphModule, inputs: Inputs, through_norms: bool) -> ChannelMap:
@@ -123,7 +125,7 @@ def observe(
     """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
 
     Args:
-        gm: a traced graph; nothing in it changes.
+        gm: a traced graph in the form that it has in eval mode (`in_eval_form`); nothing in it changes.
         inputs: positional and keyword arguments.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         grouped: by node and weight of a convolution, whether each channel was a group of its own before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -18,7 +17,7 @@ from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
-from pdp_fx.tracing.modes import When, called_module
+from pdp_fx.tracing.modes import called_module, function_of
 from pdp_fx.tracing.objects import DrawNumber, MethodOf
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
 from pdp_fx.tracing.unfused import unfused_attention
@@ -97,23 +96,14 @@ def _repairs_in_training(graph: fx.Graph) -> set[fx.Node]:
             repairs.add(node)
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes) if repairs else ():
-        idle = node.op != "output" and all(
-            user in found or _picks_in_training(user, node) for user in node.users
-        )
-        if node in repairs and idle:
+        if node in repairs and node.op != "output" and found.issuperset(node.users):
             found.add(node)
     return found
 
 
-def _picks_in_training(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a node picks another one by the training flag, in training mode only."""
-    by_mode: Any = user.args[0] if user.target is operator.getitem else None
-    return isinstance(by_mode, dict) and by_mode.get(True) is node and by_mode.get(False) is not node
-
-
 def _draws_outside(node: fx.Node) -> bool:
     """Whether a node draws a number from the generator of Python or NumPy."""
-    return isinstance(node.target.function if isinstance(node.target, When) else node.target, DrawNumber)
+    return isinstance(function_of(node), DrawNumber)
 
 
 def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx import has_side_effect
 from torch.fx.node import map_arg
 
-from pdp_fx.tracing.modes import When
+from pdp_fx.tracing.modes import When, function_of
 
 Form = tuple[str, str | Callable[..., Any], tuple[Any, ...]]
 
@@ -133,7 +133,7 @@ def acts_in_place(node: fx.Node) -> bool:
         return False
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace") is True:
         return True
-    target = node.target.function if isinstance(node.target, When) else node.target
+    target = function_of(node)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return is_in_place(f"__{name}__") or (name.endswith("_") and not name.endswith("__"))
 

@@ -178,14 +178,14 @@ class Writer:
         return training or not (isinstance(module, _DRAWS_IN_TRAINING) or any(True for _ in module.buffers()))
 
     def _gated(self, op: str, target: Any, args: Any, kwargs: Any, gate: Gate) -> fx.Node:
-        if op == "call_module":
-            target, args = operator.call, (self.attribute(target), *args)
-        elif op == "call_method":
-            target = getattr(torch.Tensor, target)
         flag = self.flag(gate.owner)
         if not gate.training:
             flag = self.expression(operator.not_, (flag,), {})
-        node = self._node("call_function", When(target), (flag, *args), kwargs)
+        module = (self.attribute(target),) if op == "call_module" else ()
+        # It goes by the name of what it computes.
+        node = self._node(op, target, args, kwargs)
+        function = operator.call if module else node.target
+        node.op, node.target, node.args = "call_function", When(function), (flag, *module, *node.args)
         self._gates[node] = gate
         return node
 

@@ -10,6 +10,7 @@ from tests.channels.nets_convolutions import CONVOLUTIONS
 from tests.channels.nets_heads import HEAD_CONSTRUCTS
 from tests.channels.nets_indexing import INDEXING
 from tests.channels.nets_layout import LAYOUT
+from tests.channels.nets_modes import MODES
 from tests.channels.nets_norms import NORMS
 from tests.channels.nets_products import PRODUCTS
 from tests.channels.nets_refusals import REFUSALS
@@ -42,5 +43,6 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *SIZES,
     *REGIONS,
     *VARYING,
+    *MODES,
     *REFUSALS,
 )

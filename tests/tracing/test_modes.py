@@ -143,9 +143,7 @@ def test_an_auxiliary_head_is_traced_into() -> None:
 
 def test_a_buffer_counted_in_training_only() -> None:
     gm = exact(nn.Sequential(nn.Linear(4, 4), Counting(4)), torch.randn(4, 4))
-    assert [node.target.function for node in gm.graph.nodes if isinstance(node.target, When)] == [
-        torch.Tensor.add_
-    ]
+    assert [node.target.function for node in gm.graph.nodes if isinstance(node.target, When)] == ["add_"]
 
 
 def test_random_numbers_drawn_in_training_only() -> None:

@@ -347,5 +347,5 @@ def test_a_model_with_optional_inputs_is_followed_too(mask: Tensor | None) -> No
 
 def test_the_code_shows_what_may_be_skipped() -> None:
     gm = exact(Skips("dropped", 1), torch.randn(3, 4))
-    assert "if not when_lt:" in gm.code
+    assert "if not lt:" in gm.code
     assert "kept_unless" in gm.code
