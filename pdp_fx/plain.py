@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
 
+from pdp_fx.naming import free_name
 from pdp_fx.tracing.modes import called_modules
 from pdp_fx.tracing.objects import Apply, Bound, Build, DrawNumber, Fill, Held, MethodOf, join_methods
 
@@ -28,19 +29,25 @@ _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules",
 
 def plain(gm: fx.GraphModule) -> fx.GraphModule:
     """Return ``gm`` as a bare graph module in eval mode that holds only what its graph uses."""
-    _put_owners(gm)
+    places = _put_owners(gm)
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
         node.meta = {}
-        _write_plainly(gm, node)
+        _write_plainly(gm, node, places)
     bare = _exact(fx.GraphModule(gm, graph, type(gm).__name__))
     bare.graph.lint()
     return bare.eval()
 
 
-def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
-    """Replace the node's target by calls of torch and Python's library, if it belongs to this package."""
+def _write_plainly(gm: fx.GraphModule, node: fx.Node, places: Mapping[str, str]) -> None:
+    """Replace the node's target by calls of torch and Python's library, if it belongs to this package.
+
+    Args:
+        gm: the graph module with all attributes.
+        node: the node.
+        places: as `_put_owners` gives them.
+    """
     if isinstance(node.target, Apply):
         node.target = _named(partial(node.target.kind.apply), node.target.__name__)
     elif isinstance(node.target, Bound):
@@ -60,22 +67,35 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node) -> None:
         with node.graph.inserting_before(node):
             _fill_record(node, node.target)
     elif node.op == "call_module" and isinstance(called := gm.get_submodule(str(node.target)), MethodOf):
-        if called.path:
-            with node.graph.inserting_before(node):
-                owner = node.graph.get_attr(called.path)
-            node.op, node.target, node.args = "call_method", called.method, (owner, *node.args)
-        else:
-            method = getattr(called.owner.eval(), called.method)
-            node.op, node.target = "call_function", _named(partial(method), called.method)
+        with node.graph.inserting_before(node):
+            owner = node.graph.get_attr(places.get(called.path, called.path))
+        node.op, node.target, node.args = "call_method", called.method, (owner, *node.args)
+    elif node.op == "get_attr":
+        node.target = places.get(str(node.target), node.target)
 
 
-def _put_owners(gm: fx.GraphModule) -> None:
-    """Put the modules whose methods are kept whole into the tree, where there are empty shells for them."""
+def _put_owners(gm: fx.GraphModule) -> dict[str, str]:
+    """Put the objects whose methods are kept whole into the tree, where there are empty shells for them.
+
+    A graph module is not of the model's class, so the object that has the model's methods becomes a
+    submodule, with the same layers. Tensors have one owner, since a cast may replace them in each module
+    that has them.
+
+    Returns:
+        By their paths in the model, where the model itself and its tensors are, if not there any more.
+    """
     join_methods(gm)
     called = [gm.get_submodule(name) for name in called_modules(gm.graph)]
-    methods = [module for module in called if isinstance(module, MethodOf) and module.path]
-    for method in sorted(methods, key=lambda method: method.path.count(".")):
-        gm.set_submodule(method.path, method.owner)
+    owners = {method.path: method.owner for method in called if isinstance(method, MethodOf)}
+    model = owners.pop("", None)
+    for path in sorted(owners, key=lambda path: path.count(".")):
+        gm.set_submodule(path, owners[path])
+    if model is None:
+        return {}
+    name = free_name(gm, "model")
+    gm.add_module(name, model)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {"": name} | {path: f"{name}.{path}" for path, _ in tensors}
 
 
 def _make_object(node: fx.Node, build: Build) -> None:

@@ -333,6 +333,52 @@ def test_what_a_method_kept_whole_uses_itself_is_out_of_reach(rule: Unstructured
     torch.testing.assert_close(converted(x), prepared(x), rtol=0.0, atol=1e-12)
 
 
+class Chooses(nn.Module):
+    """A method of the model itself decides by its data which layers, parameters and buffers it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.chosen, self.down = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.shift = nn.Parameter(torch.randn(8))
+        self.register_buffer("scale", torch.rand(8))
+
+    def choose(self, x: Tensor) -> Tensor:
+        return self.chosen(x if x.detach().sum() > 0 else -x) * self.scale + self.shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.choose(self.up(x) * self.scale).relu() + self.shift)
+
+
+def test_what_a_method_of_the_model_uses_belongs_to_the_converted_model() -> None:
+    torch.manual_seed(0)
+    model, x = Chooses().double(), torch.randn(8, 4, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), x)
+    pdp_fx.step(prepared.train())
+    prepared(x)
+    converted = pdp_fx.convert(prepared.eval())
+    wanted = prepared(x)
+    for made in (converted, copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        torch.testing.assert_close(made(x), wanted, rtol=0.0, atol=1e-12)
+    assert {id(p) for p in converted.parameters()} == {
+        id(p) for p in converted.get_submodule("model").parameters()
+    }
+    assert len(list(converted.parameters())) == len(list(model.parameters()))
+    zeroed = copy.deepcopy(converted)
+    with torch.no_grad():
+        for tensor in (*zeroed.parameters(), *zeroed.buffers()):
+            tensor.fill_(0.1)
+    assert not torch.equal(zeroed(x), wanted)
+    torch.testing.assert_close(converted(x), wanted, rtol=0.0, atol=1e-12)
+    zeroed.load_state_dict(converted.state_dict())
+    torch.testing.assert_close(zeroed(x), wanted, rtol=0.0, atol=1e-12)
+    # The buffers are new tensors after that, and those of the graph are those of the method.
+    torch.testing.assert_close(zeroed.float()(x.float()), wanted.float())
+    zeroed.get_buffer("model.scale").zero_()
+    shift = zeroed.get_parameter("model.shift")
+    flat = zeroed.get_submodule("down")(shift.relu() + shift)
+    torch.testing.assert_close(zeroed(x.float()), flat.expand(8, 3))
+
+
 def looking() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(Looks(), nn.Linear(4, 4)).double(), torch.randn(8, 4, dtype=torch.float64)
