@@ -77,21 +77,22 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node, places: Mapping[str, str])
 def _put_owners(gm: fx.GraphModule) -> dict[str, str]:
     """Put the objects whose methods are kept whole into the tree, where there are empty shells for them.
 
-    A graph module is not of the model's class, so the object that has the model's methods becomes a
-    submodule, with the same layers. Tensors have one owner, since a cast may replace them in each module
-    that has them.
+    A graph module is not of the model's class, so an object that has the model's methods becomes a submodule,
+    with what they use. Tensors have one owner, since a cast may replace them in each module that has them.
 
     Returns:
-        By their paths in the model, where the model itself and its tensors are, if not there any more.
+        By their paths in the model, where the model itself and tensors of it are, if not there any more.
     """
     join_methods(gm)
     called = [gm.get_submodule(name) for name in called_modules(gm.graph)]
-    owners = {method.path: method.owner for method in called if isinstance(method, MethodOf)}
-    model = owners.pop("", None)
+    methods = [module for module in called if isinstance(module, MethodOf)]
+    owners = {method.path: method.owner for method in methods if method.path}
     for path in sorted(owners, key=lambda path: path.count(".")):
         gm.set_submodule(path, owners[path])
-    if model is None:
+    of_model = [method for method in methods if not method.path]
+    if not of_model:
         return {}
+    model = of_model[0].owner_with(gm, frozenset[str]().union(*(method.uses for method in of_model)))
     name = free_name(gm, "model")
     gm.add_module(name, model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

@@ -2,7 +2,8 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,16 @@ class MethodOf(nn.Module):
         """
         vars(self)["_joined"] = _Joined.of(self._joined.model, tree)
 
+    def owner_with(self, tree: nn.Module, uses: Iterable[str]) -> nn.Module:
+        """An object of the model's class with those tensors and layers of ``tree`` that methods use.
+
+        Args:
+            tree: as in `join`.
+            uses: the names of the tensors that the methods use.
+        """
+        named = {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
+        return _Joined.of(self._joined.model, tree, {id(named[name]) for name in uses if name in named}).model
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method, in the mode that the graph module is in."""
         model = self._joined.in_mode(self.training)
@@ -216,8 +227,8 @@ class _Joined:
     shells: tuple[tuple[nn.Module, nn.Module], ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, tree: nn.Module) -> "_Joined":
-        """The model on the layers and tensors of ``tree``."""
+    def of(cls, model: nn.Module, tree: nn.Module, used: AbstractSet[int] | None = None) -> "_Joined":
+        """The model on the layers and tensors of ``tree``, or on those that are used, by their ids."""
         made: dict[int, tuple[nn.Module, nn.Module]] = {}
 
         def joined(module: nn.Module, own: nn.Module) -> nn.Module:
@@ -229,12 +240,25 @@ class _Joined:
             other = twin(module)
             made[id(module)] = other, own
             vars(other).update({name: vars(own)[name] for name in _TENSORS})
-            children = {
-                name: None if child is None else joined(child, own._modules.get(name) or child)
+            inside = {
+                name: child if child is None else _own(own, name, child)
                 for name, child in module._modules.items()
             }
-            vars(other)["_modules"] = children
+            if used is not None:
+                for name in ("_parameters", "_buffers"):
+                    vars(other)[name] = {
+                        key: each for key, each in vars(own)[name].items() if id(each) in used
+                    }
+                inside = {name: child for name, child in inside.items() if child is None or needed(child)}
+            vars(other)["_modules"] = {
+                name: child if child is None else joined(module._modules[name], child)
+                for name, child in inside.items()
+            }
             return other
+
+        def needed(layer: nn.Module) -> bool:
+            inside = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+            return not inside or not inside.isdisjoint(used or ())
 
         root = joined(model, tree)
         return cls(root, tuple(pair for pair in made.values() if pair[0] is not root))
@@ -245,6 +269,12 @@ class _Joined:
         for module, own in self.shells:
             module.training = own.training
         return self.model
+
+
+def _own(tree: nn.Module, name: str, other: nn.Module) -> nn.Module:
+    """The submodule of this name, or another module if there is none."""
+    found = tree._modules.get(name)
+    return other if found is None else found
 
 
 _TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
