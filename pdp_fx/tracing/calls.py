@@ -17,7 +17,7 @@ from torch import nn
 from pdp_fx.tracing.arguments import leaves
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
-from pdp_fx.tracing.shapes import Facts, check_step, structure_of
+from pdp_fx.tracing.shapes import Facts, by_depth, check_step, structure_of
 from pdp_fx.tracing.steps import (
     DIFFERS_BY_MODE,
     Expr,
@@ -196,7 +196,6 @@ def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[tor
 
 def _check_structure(recorder: Recorder, step: Step, result: Any, sizes: Facts) -> None:
     """Add a check that a part which is kept whole returns the same structure as in this run."""
-    facts = structure_of(step, result) + sizes
-    if facts:
-        message = f"{step.called} returned something else than when it was traced"
+    message = f"{step.called} returned something else than when it was traced"
+    for facts in by_depth(structure_of(step, result) + sizes):
         recorder.steps.append(check_step(facts, message, step.scope, step.source))

@@ -107,15 +107,24 @@ def _root(value: ast.expr) -> str:
 
 
 def only_says(frame: FrameType) -> bool:
-    """Whether what the frame computes ends in a message, as in `print(...)` or `raise ...`."""
+    """Whether what the frame computes ends in a message, as in `print(...)` or `raise ...`.
+
+    An f-string that is given to a check, as in `torch._assert(ok, f"...")`, is a message, too.
+    """
     located = expression_at(frame)
+    written = False
     for parent in reversed(located.parents if located is not None else ()):
+        written |= isinstance(parent, ast.JoinedStr)
         if isinstance(parent, ast.stmt):
             call = parent.value if isinstance(parent, ast.Expr) else None
-            return isinstance(parent, ast.Raise) or (isinstance(call, ast.Call) and _name(call) in _SAYING)
+            if not isinstance(call, ast.Call):
+                return isinstance(parent, ast.Raise)
+            name = _name(call)
+            return name in _SAYING or (written and any(word in name for word in _CHECKING))
     return False
 
 
+_CHECKING = ("check", "assert")
 _SAYING = frozenset("print critical debug error exception info log warn warning write".split())
 
 

@@ -64,6 +64,15 @@ METADATA = frozenset(
 # These need the sizes, which in a ragged tensor depend on numbers; the first can be computed with.
 LIVE_SIZES = frozenset("shape size numel nelement".split())
 SIZES = LIVE_SIZES | frozenset("__len__ stride is_contiguous is_same_size nbytes".split())
+_SIZED_BY_FIRST = frozenset(
+    "scatter scatter_add scatter_reduce index_copy index_add index_fill index_put select_scatter "
+    "slice_scatter diagonal_scatter to type_as".split()
+)
+_SIZED_BY_TWO = frozenset("masked_fill masked_scatter".split())
+_BROADCASTS = frozenset(
+    "add sub mul div truediv floordiv mod pow maximum minimum where eq ne lt le gt ge and or xor "
+    "radd rsub rmul rdiv rtruediv logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor".split()
+)
 
 
 def register_in_place_functions() -> None:
@@ -125,6 +134,17 @@ def is_in_place(name: str) -> bool:
 def keeps_size(name: str) -> bool:
     """Whether a method of this name changes its tensor, but not the size of it."""
     return is_in_place(name) and not name.startswith(("resize", "set_"))
+
+
+def sizing(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The operands that alone decide the size of the result of a method of this name; None if all may."""
+    count = 1 if name in _SIZED_BY_FIRST else 2 if name in _SIZED_BY_TWO else len(args) + 1
+    return args[:count] if len(args) >= count else None
+
+
+def broadcasts(name: str) -> bool:
+    """Whether the result of a function of this name has the size to which its operands are broadcast."""
+    return name.strip("_") in _BROADCASTS
 
 
 def acts_in_place(node: fx.Node) -> bool:

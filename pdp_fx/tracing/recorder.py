@@ -135,11 +135,24 @@ class Recorder:
             changed = (operands[0],)
         if functions.keeps_size(name) and changed:
             step.ragged = self.origins.is_ragged(changed)
+        elif step.ragged and not self.watch.ragged:
+            step.ragged = not self._is_sized_otherwise(name, step, operands, result)
         if not has_tensors(result) and not changed:
             return self._number(name, result, step)
         if step.ragged and isinstance(result, tuple | list) and name == "unbind":
             raise UnrecordableError("loops over a tensor whose size depends on numbers")
         return self.commit(step, result, changed)
+
+    def _is_sized_otherwise(self, name: str, step: Step, operands: list[torch.Tensor], result: Any) -> bool:
+        """Whether other operands than those whose sizes depend on numbers decide the size of the result."""
+        sizing = functions.sizing(name, step.args)
+        if sizing is not None:
+            return not any(is_ragged(value) for value in sizing)
+        if not functions.broadcasts(name) or not isinstance(result, torch.Tensor):
+            return False
+        # Nothing can be broadcast to more along an axis that is longer than 1.
+        settled = [each for each in operands if each.shape == result.shape and 1 not in each.shape]
+        return any(not self.origins.is_ragged((each,)) for each in settled)
 
     def _constant_result(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """Record a tensor as a constant that is made of numbers unseen by the graph, as in NumPy arrays.
@@ -234,7 +247,7 @@ class Recorder:
         if self.inside or known in self._decided or is_data(fact) or not may_change(fact):
             return
         self._decided.add(known)
-        if is_ragged(fact) and not (on_purpose and fact.call is operator.eq):
+        if is_ragged(fact) and not (on_purpose and fact.call in (operator.eq, operator.ne)):
             self.findings.met_ragged = True
             if not self.findings.checks_ragged:
                 self.guarded(refuse_ragged, "decides by")

@@ -29,6 +29,21 @@ def structure_of(value: Value, example: Any) -> Facts:
     return facts
 
 
+def by_depth(facts: Facts) -> list[Facts]:
+    """The facts about containers ahead of those about their parts, which may be missing."""
+    found: dict[int, Facts] = {}
+    for fact in facts:
+        found.setdefault(_depth(fact[0]), []).append(fact)
+    return [found[depth] for depth in sorted(found)]
+
+
+def _depth(value: Any) -> int:
+    """How many containers a part of a value is in."""
+    if not isinstance(value, Expr):
+        return 0
+    return (value.call is operator.getitem) + _depth(value.args[0])
+
+
 def length_of(value: Value, example: Any) -> tuple[Value, int]:
     """How long a container is; None counts as 0."""
     return Expr(operator.length_hint, (value, 0)), len(example)

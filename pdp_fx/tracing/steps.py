@@ -240,7 +240,13 @@ def is_ragged(value: Any) -> bool:
     """Whether a value depends on sizes that depend on such numbers (`is_data`)."""
     if isinstance(value, Step):
         return value.ragged
-    return isinstance(value, Expr) and any(is_ragged(arg) for arg in value.args)
+    if not isinstance(value, Expr) or (value.call is getattr and value.args[1] in _UNSIZED):
+        return False
+    return any(is_ragged(arg) for arg in value.args)
+
+
+_UNSIZED = ("device", "dtype", "layout", "ndim", "requires_grad")
+"""Attributes of a tensor that say nothing about its size."""
 
 
 def varies(value: Any) -> bool:

@@ -12,6 +12,7 @@ from tests.channels.nets_indexing import INDEXING
 from tests.channels.nets_layout import LAYOUT
 from tests.channels.nets_modes import MODES
 from tests.channels.nets_norms import NORMS
+from tests.channels.nets_pictures import PICTURES
 from tests.channels.nets_products import PRODUCTS
 from tests.channels.nets_refusals import REFUSALS
 from tests.channels.nets_regions import REGIONS
@@ -44,5 +45,6 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *REGIONS,
     *VARYING,
     *MODES,
+    *PICTURES,
     *REFUSALS,
 )

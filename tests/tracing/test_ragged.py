@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
+from tests.channels.nets_pictures import SeesPictures, pictured_text
 from tests.tracing.checks import Around, exact, opaque
 
 EDGES = torch.tensor([[0, 1, 1, 2, 3, 3], [1, 1, 2, 0, 3, 0]])
@@ -120,3 +121,15 @@ def test_the_reason_is_that_of_the_function_to_which_a_module_hands_itself() -> 
     gm = exact(Around(Hands()), *(torch.randn(6, 4) for _ in range(6)))
     assert "decides by a size that depends on the numbers in a tensor" in opaque(gm)["inner"]
     assert "in a function to which it passes a Hands" in opaque(gm)["inner"]
+
+
+def test_sizes_of_others_stay_known_where_rows_are_written_into_them_or_multiply_them() -> None:
+    words, patches, counts = pictured_text(2)
+    gm = exact(SeesPictures().double(), (words, patches, counts), pictured_text(3))
+    assert set(opaque(gm)) == {"pictures", "places"}
+    # The message of a check says how many rows there are, which may be more or less next time.
+    words[0, 4] = 0
+    more = torch.cat([patches, patches[:1]])
+    assert gm(words, more, counts + torch.tensor([1, 0])).shape == (2, 5, 3)
+    with pytest.raises(AssertionError, match="the check at nets_pictures"):
+        gm(words, patches, counts)
