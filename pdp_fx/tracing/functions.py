@@ -71,7 +71,8 @@ _SIZED_BY_FIRST = frozenset(
 _SIZED_BY_TWO = frozenset("masked_fill masked_scatter".split())
 _BROADCASTS = frozenset(
     "add sub mul div truediv floordiv mod pow maximum minimum where eq ne lt le gt ge and or xor "
-    "radd rsub rmul rdiv rtruediv logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor".split()
+    "radd rsub rmul rdiv rtruediv logical_and logical_or logical_xor "
+    "bitwise_and bitwise_or bitwise_xor".split()
 )
 
 
