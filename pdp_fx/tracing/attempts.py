@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -12,7 +12,9 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.leaves import stores_tensors
+from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.record import record
+from pdp_fx.tracing.selecting import note_idle
 from pdp_fx.tracing.skipping import Answers, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
@@ -56,6 +58,14 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
             findings.follows_draws = False
             findings.forget()
             continue
+        if any(
+            (pair.in_eval.selects, pair.in_eval.idle) != (pair.in_train.selects, pair.in_train.idle)
+            for pair in alignment.pairs
+            if pair.in_eval and pair.in_train
+        ):
+            findings.follows_selections = False
+            findings.forget()
+            continue
         differing = {Whole(alignment.owner(pair)) for pair in alignment.pairs if pair.only}
         weightless = {
             whole for whole in differing if whole.path and not stores_tensors(model.get_submodule(whole.path))
@@ -77,6 +87,12 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
             recording = _recorded(model, example, training, findings)
             if recording is None:
                 findings.follows_draws = False
+                continue
+            if recording.asked:
+                recording = _told_of_empty(model, example, training, findings, recording)
+            if recording is None:
+                findings.follows_selections = False
+                findings.forget()
                 continue
             findings.note(training, recording, knowledge)
         except UnrecordableError as err:
@@ -103,6 +119,34 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
         _log.info("fails where branches are not taken: %s", err)
         return None
     return with_choices(recording, again) if recording.draws else recording
+
+
+def _told_of_empty(
+    model: nn.Module, example: ExampleCall, training: bool, findings: Findings, recording: Recording
+) -> Recording | None:
+    """The recording with what the model gives if every second selection is empty; None if that fails."""
+    if recording.draws:
+        return None
+    emptied: list[tuple[frozenset[int], Outcome]] = []
+    answers: Answers | None = (lambda _: False) if findings.follows_draws else None
+    numbers = range(1, 1 + max(number for number, _ in recording.asked))
+    for turn in (frozenset(numbers[start::2]) for start in (0, 1)):
+        if not turn:
+            continue
+        try:
+            other = forgetting(
+                lambda empty=turn: record(
+                    in_mode(model, training), example.fresh(), findings, answers, empty
+                ),
+                model,
+            )
+        except Exception as err:  # noqa: BLE001 the model need not bear to be told that nothing is selected
+            _log.info("fails where nothing is selected: %s", err)
+            return None
+        if other.outcome is None or not note_idle(recording, other, turn):
+            return None
+        emptied.append((turn, other.outcome))
+    return replace(recording, emptied=tuple(emptied))
 
 
 def _learn(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:

@@ -16,6 +16,7 @@ from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.blocks import SKIPPED
 from pdp_fx.tracing.functions import kept_alive
 from pdp_fx.tracing.recomputing import RECOMPUTED
+from pdp_fx.tracing.selecting import IDLE, SELECTS
 from pdp_fx.tracing.skipping import kept_unless
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, Whole, root
 from pdp_fx.tracing.writer import Gate, Writer
@@ -135,6 +136,8 @@ class _Merge:
         node = self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
         if training:
             _note_parts(node, step)
+        else:
+            _note_selection(node, step)
 
     def _add_choice(self, choice: Step, owner: str) -> None:
         """Write a choice, which what follows uses in eval mode, too: there is no flag then that skips."""
@@ -193,6 +196,14 @@ def _note_parts(node: fx.Node, in_train: Step) -> None:
         node.meta[RECOMPUTED] = in_train.recomputed
     if in_train.skipped:
         node.meta[SKIPPED] = in_train.skipped
+    _note_selection(node, in_train)
+
+
+def _note_selection(node: fx.Node, step: Step) -> None:
+    if step.selects:
+        node.meta[SELECTS] = step.selects
+    if step.idle:
+        node.meta[IDLE] = step.idle
 
 
 def _is_optional(step: Step | None) -> bool:

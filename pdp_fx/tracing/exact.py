@@ -13,9 +13,10 @@ from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Recording, is_ragged
-from pdp_fx.tracing.verify import Runner, run, seeded, tried
+from pdp_fx.tracing.verify import Runner, emptying, run, seeded, tried
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def exact_graph(
         gm = build(model, recordings, gate_all)
         problem = problem_of(gm, model, example, wanted, watch)
         if not problem:
+            _check_empty_selections(gm, model, example, recordings)
             _check_other_numbers(gm, model, example, recordings)
             _check_other_draws(gm, model, example, recordings)
             return gm
@@ -93,6 +95,29 @@ def _check_other_draws(
         difference = wanted.difference(run(gm, example, True, seeded(seed), model))
         if difference:
             raise TraceError(f"the graph of {type(model).__name__} was discarded: it {difference}")
+
+
+def _check_empty_selections(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
+) -> None:
+    """Check that the graph gives for empty selections what the model gives, which branches on that.
+
+    Raises:
+        TraceError: the graph and the model differ.
+    """
+    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
+    for training, recording in by_mode.items():
+        for selections, wanted in recording.emptied:
+            gone = set[fx.Node]()
+            got = tried(gm, example, training, model, runner=emptying(selections, gone))
+            problem = str(got) if isinstance(got, Exception) else wanted.difference(got)
+            more = None if problem else does_more(gm.graph, selections, gone)
+            problem = problem if more is None else f"%{more.name} may do something"
+            if problem:
+                raise TraceError(
+                    f"the graph of {type(model).__name__} was discarded: where nothing is selected it "
+                    f"differs in {MODES[training]} mode: {problem}"
+                )
 
 
 def _made_in_run(recording: Recording, other: Recording) -> bool:

@@ -43,6 +43,7 @@ class Findings:
         follows_draws: whether branches on random numbers, or on whether numbers are finite, become choices.
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
+        follows_selections: whether branches on whether anything is selected go on as if something were.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
@@ -55,6 +56,7 @@ class Findings:
     follows_draws: bool = True
     met_ragged: bool = False
     checks_ragged: bool = False
+    follows_selections: bool = True
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
@@ -67,10 +69,13 @@ class Findings:
         sizes = self.sizes if sizes is None else sizes
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
+        made.follows_selections = self.follows_selections
         return made
 
     def plainer(self) -> Findings | None:
         """The findings to trace the model anew with fewer live numbers or choices; None if none are left."""
+        if self.follows_selections and any(made.asked for made, _ in self._made.values()):
+            return replace(self.anew(), follows_selections=False)
         if self.met_ragged and not self.checks_ragged:
             return replace(self.anew(), checks_ragged=True)
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):

@@ -8,6 +8,7 @@ import torch
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judged, only_unpacks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
+from pdp_fx.tracing.selecting import asks_any
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.skipping import reads
@@ -193,6 +194,10 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
         way = recorder.way(value, frame)
         if way is not None:
             return way
+        asked = asks_any(value)
+        some = None if asked is None else recorder.selected(asked[0])
+        if asked is not None and some is not None:
+            return asked[1] == some
         raise NumberReadError(reads(value, "branches on the numbers in a tensor"), truth)
     check(recorder, tensor if truth else recorder.function(torch.logical_not, (tensor,), {}))
     return truth

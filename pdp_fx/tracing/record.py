@@ -1,6 +1,6 @@
 """One recorded run of a model on its example inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from torch import nn
@@ -17,7 +17,11 @@ from pdp_fx.tracing.steps import Recording
 
 @runs_model
 def record(
-    model: nn.Module, example: ExampleCall, findings: Findings, answers: Callable[[int], bool] | None = None
+    model: nn.Module,
+    example: ExampleCall,
+    findings: Findings,
+    answers: Callable[[int], bool] | None = None,
+    empty: Container[int] = (),
 ) -> Recording:
     """Run the model, in the mode that it is in, and record what it does.
 
@@ -26,12 +30,13 @@ def record(
         example: the arguments; tensors in them may change.
         findings: what is known of the model, such as the parts to keep whole; what is learned is added.
         answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
+        empty: the selections that count as empty where the model branches on that, by number from 1.
 
     Raises:
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or
             method.
     """
-    recorder = Recorder(model, findings, answers, draws=model.training)
+    recorder = Recorder(model, findings, answers, draws=model.training, empty=empty)
     try:
         call = bind(recorder, model, example)
         with listening(recorder):

@@ -8,7 +8,7 @@ records again.
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Container, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -27,6 +27,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
+from pdp_fx.tracing.selecting import selection
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Session, live, note_fixed
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
@@ -68,6 +69,7 @@ class Recorder:
         findings: what is known of the model, such as the parts to keep whole.
         answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
         draws: whether branches on random numbers alone are among them.
+        empty: the selections, by number from 1, that count as empty where the model branches on that.
     """
 
     def __init__(
@@ -76,11 +78,12 @@ class Recorder:
         findings: Findings,
         answers: Callable[[int], bool] | None = None,
         draws: bool = False,
+        empty: Container[int] = (),
     ) -> None:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.findings = findings
-        self.session = Session(self.decided)
+        self.session = Session(self.decided, self._counts)
         self.steps: list[Step] = []
         self.scope = Scope("")
         self.scopes = {self.scope}
@@ -95,6 +98,8 @@ class Recorder:
         self.draws: list[Draw] = []
         self._answers = answers
         self._follows_draws = draws
+        self._empty = empty
+        self._asked: list[tuple[int, int]] = []
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._buffers = dict(model._buffers)
@@ -275,7 +280,14 @@ class Recorder:
         output = self.parts.returned(self.arguments.output(result))
         self.findings.sizes.read |= self.parts.settle(self.steps, output)
         unseen, draws = tuple(self.origins.unseen), tuple(self.draws)
-        return Recording(tuple(self.steps), output, frozenset(self.scopes), unseen=unseen, draws=draws)
+        return Recording(
+            tuple(self.steps),
+            output,
+            frozenset(self.scopes),
+            unseen=unseen,
+            draws=draws,
+            asked=tuple(self._asked),
+        )
 
     @property
     def inside(self) -> bool:
@@ -310,6 +322,17 @@ class Recorder:
                 return None
             self.draws.append(Draw(value, len(self.steps), self.scope, source_line(), repairs))
         return self._answers(known)
+
+    def selected(self, mask: Step | None) -> bool | None:
+        """Whether to go on as if a mask selected any, at a branch on it; None if it is not followed."""
+        if mask is None or self.inside or not self.findings.follows_selections:
+            return None
+        mask.selects = mask.selects or 1 + max((number for number, _ in self._asked), default=0)
+        self._asked.append((mask.selects, len(self.steps)))
+        return mask.selects not in self._empty
+
+    def _counts(self, count: Value) -> bool | None:
+        return self.selected(selection(count)) if is_ragged(count) else None
 
     @contextmanager
     def recomputing(self) -> Generator[None, None, None]:

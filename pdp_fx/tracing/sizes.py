@@ -29,6 +29,8 @@ class Session:
     Attributes:
         decided: called with every comparison of live numbers in users' code, as it came out, and with whether
             the code compared with a plain number above 1.
+        selected: called with the expression of a number that users' code compares with 0; whether to go on as
+            if it were not 0, or None to go by the number.
         open: whether the recording is still running; after it live numbers act like plain ones.
         compared: whether users' code compared live numbers with each other or with 1. For a batch of one such
             a comparison may be true by chance.
@@ -37,6 +39,7 @@ class Session:
     """
 
     decided: Callable[[Expr, bool], None]
+    selected: Callable[[Value], bool | None] = lambda _: None
     open: bool = True
     compared: bool = False
     cast_in: Casts = field(default_factory=dict[tuple[int, str], dict[str, Any]])
@@ -168,6 +171,9 @@ def _comparison(call: Callable[[Any, Any], bool]) -> Callable[..., Any]:
             return NotImplemented
         answer = call(plain(self), plain(other))
         if _is_asked_by_user(self.session):
+            way = _way(self, if_any(call, other))
+            if way is not None:
+                return way
             by_chance = isinstance(other, Live) or 1 in (plain(self), other)
             fact = call if answer else _OPPOSITES[call]
             _note(self.session, fact, self, other, by_chance, not by_chance and other > 1)
@@ -176,9 +182,26 @@ def _comparison(call: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     return compare
 
 
+def if_any(compare: Callable[[Any, Any], bool], number: Any) -> bool | None:
+    """What the comparison of a count with a number gives for every count but 0; None if it asks more."""
+    if type(number) is not int or number not in (0, 1):
+        return None
+    for_none = compare(0, number)
+    return None if any(compare(count, number) == for_none for count in (1, 2, 3)) else not for_none
+
+
+def _way(self: Any, if_some: bool | None) -> bool | None:
+    """What a question whether a number is 0 is answered where it counts what is selected; else None."""
+    selected = None if if_some is None else self.session.selected(self.value)
+    return None if selected is None else if_some == selected
+
+
 def _truth(self: Any) -> bool:
     answer = bool(plain(self))
     if _is_asked_by_user(self.session):
+        way = _way(self, True)
+        if way is not None:
+            return way
         _note(self.session, operator.ne if answer else operator.eq, self, 0, by_chance=True)
     return answer
 

@@ -87,6 +87,10 @@ class Step:
         recomputed: the number, from 1, of the call of `torch.utils.checkpoint` that it is a part of; else 0.
         skipped: the number, from 1, of the branch on random numbers that may skip it; else 0.
         repairs: whether it computes what goes on where numbers are not finite.
+        selects: the number, from 1, of the selection that it makes, if the model asks whether that is empty;
+            else 0.
+        idle: the number of the selection without which it does nothing, since the model leaves it out then;
+            else 0.
     """
 
     op: str
@@ -110,6 +114,8 @@ class Step:
     recomputed: int = 0
     skipped: int = 0
     repairs: bool = False
+    selects: int = 0
+    idle: int = 0
 
     @property
     def called(self) -> str:
@@ -174,6 +180,9 @@ class Recording:
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
         draws: where the model branched on random numbers alone or on whether numbers are finite, in order.
+        asked: where the model asked whether a selection is empty: its number, from 1, and how many steps came
+            before, in order.
+        emptied: the outcomes of runs that were told of some of them that they are, by their numbers.
     """
 
     steps: tuple[Step, ...]
@@ -182,6 +191,8 @@ class Recording:
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
     draws: tuple[Draw, ...] = ()
+    asked: tuple[tuple[int, int], ...] = ()
+    emptied: tuple[tuple[frozenset[int], Outcome], ...] = ()
 
     @property
     def draws_outside(self) -> bool:

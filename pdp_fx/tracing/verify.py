@@ -1,7 +1,7 @@
 """Running a model or its graph on example inputs and undoing all that the run has changed."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,11 @@ from torch import fx, nn
 
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.forgetting import forgetting, in_mode
+from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.outcome import Outcome, outcome
+from pdp_fx.tracing.selecting import SELECTS
+from pdp_fx.tracing.structure import tensors
 
 Runner = Callable[[Any, ExampleCall], Any]
 """Calls a model with the arguments of an example call and returns its output."""
@@ -31,10 +35,16 @@ def run(
     return forgetting(lambda: _run(model, example.fresh(), training, runner or called), model, *others)
 
 
-def tried(model: nn.Module, example: ExampleCall, training: bool, *others: nn.Module) -> Outcome | Exception:
+def tried(
+    model: nn.Module,
+    example: ExampleCall,
+    training: bool,
+    *others: nn.Module,
+    runner: Runner | None = None,
+) -> Outcome | Exception:
     """The outcome of a model in one mode on an example that it may refuse, or the error that it raises."""
     try:
-        work = lambda: _run(model, example.fresh(), training, called)  # noqa: E731
+        work = lambda: _run(model, example.fresh(), training, runner or called)  # noqa: E731
         return forgetting(work, model, *others, expected=(Exception,))
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         return err
@@ -66,6 +76,34 @@ def seeded(seed: int) -> Runner:
         return called(model, example)
 
     return call
+
+
+def emptying(selections: Container[int], gone: set[fx.Node]) -> Runner:
+    """A runner of a graph in which some selections select nothing.
+
+    Args:
+        selections: their numbers, from 1.
+        gone: the nodes whose results have no elements then; added.
+    """
+
+    def call(gm: Any, example: ExampleCall) -> Any:
+        return _Emptying(gm, selections, gone).run(*place_arguments(gm, (example.args, dict(example.kwargs))))
+
+    return call
+
+
+class _Emptying(Interpreter):
+    def __init__(self, gm: fx.GraphModule, selections: Container[int], gone: set[fx.Node]) -> None:
+        super().__init__(gm)
+        self.selections, self.gone = selections, gone
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        found = list(tensors(result))
+        if found and not any(tensor.numel() for tensor in found):
+            self.gone.add(n)
+        emptied = n.meta.get(SELECTS, 0) in self.selections and isinstance(result, torch.Tensor)
+        return torch.zeros_like(result) if emptied else result
 
 
 def _run(model: nn.Module, call: ExampleCall, training: bool, runner: Runner) -> Outcome:

@@ -48,6 +48,26 @@ class ExpertsAtOnce(nn.Module):
         return (each * self.gate(x).softmax(-1).unsqueeze(-1)).sum(1)
 
 
+class ExpertsThatMayBeIdle(nn.Module):
+    """Each row goes through the experts that a gate chooses; one to which none goes is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.stem, self.out = nn.Linear(WIDTH, HEADS), nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+        self.up = nn.ModuleList(nn.Linear(8, 2 * SIZE) for _ in range(HEADS))
+        self.down = nn.ModuleList(nn.Linear(2 * SIZE, 8) for _ in range(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        rows, y = self.stem(x).relu(), torch.zeros(x.shape[0], 8, dtype=x.dtype)
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            picked, place = torch.where(chosen == number)
+            if picked.numel() == 0:
+                continue
+            y.index_add_(0, picked, down(up(rows[picked]).relu()) * weights[picked, place, None])
+        return self.out(y)
+
+
 class BiasOfHeads(nn.Module):
     """The model is given a bias for every head, so the heads stay; what is inside them can go."""
 
@@ -108,6 +128,7 @@ class SharedPartOfKeysThatStay(SharedPartOfKeys):
 
 CHOICES: tuple[Construct, ...] = (
     Construct(MasksOfSpeakers, signals(), removed=2 + 3 + 6),
+    Construct(ExpertsThatMayBeIdle, vectors(), removed=4 + HEADS * SIZE + HEADS * 4),
     Construct(ExpertsAtOnce, vectors(), removed=2 * SIZE),
     Construct(BiasOfHeads, _with_bias, removed=18),
     Construct(FusedBiasOfHeads, _with_bias, removed=18),

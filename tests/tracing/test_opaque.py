@@ -138,7 +138,7 @@ class Captures(Looks):
 
 
 class Experts(nn.Module):
-    """Sends each row through the layers that its first numbers choose, as a mixture of experts does."""
+    """Sends rows through the layers that their first numbers choose, if more than one row chooses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             (rows,) = torch.where(x[:, i] > 0)
-            if len(rows):
+            if len(rows) > 1:
                 out.index_add_(0, rows, expert(x[rows]))
         return out
 
