@@ -14,7 +14,7 @@ from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.leaves import stores_tensors
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.record import record
-from pdp_fx.tracing.selecting import note_idle
+from pdp_fx.tracing.selecting import note_idle, selects_alike
 from pdp_fx.tracing.skipping import Answers, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
@@ -58,11 +58,7 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
             findings.follows_draws = False
             findings.forget()
             continue
-        if any(
-            (pair.in_eval.selects, pair.in_eval.idle) != (pair.in_train.selects, pair.in_train.idle)
-            for pair in alignment.pairs
-            if pair.in_eval and pair.in_train
-        ):
+        if in_eval.asked and in_train.asked and not selects_alike(alignment):
             findings.follows_selections = False
             findings.forget()
             continue

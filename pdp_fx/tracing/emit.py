@@ -124,6 +124,7 @@ class _Merge:
         node = self.writer.step(step, args, kwargs)
         self._nodes[False, in_eval] = self._nodes[True, in_train] = node
         _note_parts(node, in_train)
+        _note_selection(node, in_eval)
 
     def _add_single(self, step: Step, training: bool, owner: str) -> None:
         self.writer.at(step.scope.path, step.source)

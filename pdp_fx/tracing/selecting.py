@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from pdp_fx.tracing.align import kind_of_step
+from pdp_fx.tracing.align import Alignment, kind_of_step
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.functions import acts_in_place, written_by
-from pdp_fx.tracing.modes import function_of
+from pdp_fx.tracing.modes import When, function_of
 from pdp_fx.tracing.sizes import if_any
 from pdp_fx.tracing.steps import Expr, Recording, Step, is_ragged
 
@@ -88,6 +88,12 @@ def _source(mask: Any) -> Step | None:
         mask = mask.args[0]
     known = isinstance(mask, Step) and mask.op != "placeholder" and (mask.called in _SAYS or not cast)
     return mask if known else None
+
+
+def selects_alike(alignment: Alignment) -> bool:
+    """Whether steps that both modes share make the same selections, and are left out for the same ones."""
+    shared = [(pair.in_eval, pair.in_train) for pair in alignment.pairs if pair.in_eval and pair.in_train]
+    return all((one.selects, one.idle) == (other.selects, other.idle) for one, other in shared)
 
 
 def note_idle(full: Recording, other: Recording, empty: Container[int]) -> bool:
@@ -164,7 +170,7 @@ class _Rules:
         given, name = node.all_input_nodes, _name(node)
         if name in _JOINS:
             return self.gone.issuperset(given)
-        first, where = [*node.args, None, None][:2]
+        first, where = [*_args(node), None, None][:2]
         finds = name in _FINDS and where is None and self._is_mask(first)
         picks = name in ("getitem", "masked_select") and self._picks_none(where)
         return finds or picks or not self.gone.isdisjoint(given)
@@ -187,7 +193,7 @@ class _Rules:
         """Whether a node gives what is there if it is left out."""
         if not isinstance(node, fx.Node) or node not in self.idle:
             return True
-        name, args = _name(node), node.args
+        name, args = _name(node), _args(node)
         if name in _WRITES:
             return self._writes_none(node) and self.is_same(args[0])
         if name in ("add", "iadd") and len(args) == 2:
@@ -198,7 +204,7 @@ class _Rules:
         """Whether a node gives zeros: rows are written into them, and they are multiplied."""
         if not isinstance(node, fx.Node) or node not in self.idle:
             return False
-        name, args = _name(node), node.args
+        name, args = _name(node), _args(node)
         if name in _WRITES:
             return self._writes_none(node) and self.is_zero(args[0])
         if name in ("mul", "imul"):
@@ -206,23 +212,34 @@ class _Rules:
         return name in _MAKES or (name in _LOOKS and self.is_zero(args[0]))
 
     def _writes_none(self, node: fx.Node) -> bool:
-        place = _WRITES[_name(node)]
-        return len(node.args) > place and self._picks_none(node.args[place])
+        place, args = _WRITES[_name(node)], _args(node)
+        return len(args) > place and self._picks_none(args[place])
 
     def _picks_none(self, where: Any) -> bool:
         """Whether indices have no elements, or a mask has no True ones."""
         return any(node in self.gone or self._is_mask(node) for node in _nodes(where))
 
     def _is_mask(self, node: Any) -> bool:
-        while isinstance(node, fx.Node) and node not in self.masks and _name(node) in _LOOKS:
-            node = node.args[0]
+        """Whether it is a mask, or a view or a part of one."""
+        while isinstance(node, fx.Node) and node not in self.masks and _looks_at_first(node):
+            node = _args(node)[0]
         return node in self.masks
+
+
+def _looks_at_first(node: fx.Node) -> bool:
+    cuts = _name(node) == "getitem" and len(node.all_input_nodes) == 1 + isinstance(node.target, When)
+    return (cuts or _name(node) in _LOOKS) and bool(_args(node))
 
 
 def _nodes(tree: Any) -> Iterator[fx.Node]:
     for leaf in tree if isinstance(tree, tuple | list) else (tree,):
         if isinstance(leaf, fx.Node):
             yield leaf
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    """What a node computes with, without the condition of one that is called in one mode only."""
+    return node.args[int(isinstance(node.target, When)) :]
 
 
 def _name(node: fx.Node) -> str:

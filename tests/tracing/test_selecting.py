@@ -155,6 +155,13 @@ class ClampsIfRows(Positive):
         return x
 
 
+class ClampsInTraining(Positive):
+    def made(self, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+        if self.training and mask.any():
+            x = (x + torch.rand(1)).clamp(-5, 5) if mask.shape[0] > 2 else x.clamp(-5, 5).view(x.shape)
+        return x
+
+
 class ClampsAndFills(Positive):
     def made(self, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         if mask.any():
@@ -233,8 +240,8 @@ class LargestOfParts(Positive):
 
 KINDS = [
     MeanOrNone, LeastOrNone, AllIfAny, Fails, OfNumbers, DrawsForRows, ClampsIfAny, ClampsIfRows,
-    ClampsAndFills, ClampsInPlace, AsksForFewer, AsksForSome, WritesToOthers, WritesToThird, RoundsBefore,
-    LargestOfParts,
+    ClampsInTraining, ClampsAndFills, ClampsInPlace, AsksForFewer, AsksForSome, WritesToOthers,
+    WritesToThird, RoundsBefore, LargestOfParts,
 ]  # fmt: skip
 
 
@@ -246,3 +253,19 @@ def test_what_does_something_for_no_rows_stays_whole(kind: type[Positive]) -> No
         examples += [-torch.rand(3, 4), torch.tensor([[1.0] * 4, [-1.0] * 4]), -30 * torch.rand(3, 4)]
     gm = exact(Around(kind()), *examples)
     assert list(opaque(gm)) in (["inner"], ["made"])
+
+
+class FillsInTraining(Positive):
+    """What training mode alone does."""
+
+    def made(self, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+        if self.training:
+            x = x * torch.rand(1)
+            if mask.any():
+                x = x.masked_fill(mask[:, None], 0.0)
+        return x
+
+
+def test_a_branch_of_one_mode_is_followed() -> None:
+    gm = exact(Around(FillsInTraining()), torch.randn(6, 4), -torch.rand(3, 4), torch.rand(2, 4))
+    assert not opaque(gm)
