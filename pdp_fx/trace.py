@@ -141,8 +141,8 @@ def _traced(
     """
     try:
         return _trace_by_recording(model, example, findings, watch)
-    except Exception:
-        plainer = findings.plainer()
+    except Exception as err:
+        plainer = findings.plainer(err)
         if plainer is None:
             raise
     return _traced(model, example, plainer, watch)

@@ -17,7 +17,7 @@ from pdp_fx.tracing.record import record
 from pdp_fx.tracing.selecting import note_idle, selects_alike
 from pdp_fx.tracing.skipping import Answers, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Recording, UnrecordableError, Whole
+from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Emptied, Recording, UnrecordableError, Whole
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
             findings.forget()
             continue
         if in_eval.asked and in_train.asked and not selects_alike(alignment):
-            findings.follows_selections = False
+            findings.unproven |= {asked.source for asked in (*in_eval.asked, *in_train.asked)}
             findings.forget()
             continue
         differing = {Whole(alignment.owner(pair)) for pair in alignment.pairs if pair.only}
@@ -87,7 +87,6 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
             if recording.asked:
                 recording = _told_of_empty(model, example, training, findings, recording)
             if recording is None:
-                findings.follows_selections = False
                 findings.forget()
                 continue
             findings.note(training, recording, knowledge)
@@ -120,29 +119,39 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
 def _told_of_empty(
     model: nn.Module, example: ExampleCall, training: bool, findings: Findings, recording: Recording
 ) -> Recording | None:
-    """The recording with what the model gives if every second selection is empty; None if that fails."""
-    if recording.draws:
-        return None
-    emptied: list[tuple[frozenset[int], Outcome]] = []
+    """The recording with what the model gives if selections are empty, every second that a line asks about.
+
+    Returns:
+        None if there is a line of which it cannot be told; it is noted in the findings.
+    """
+    by_line: dict[str, dict[int, None]] = {}
+    for asked in recording.asked:
+        by_line.setdefault(asked.source, {})[asked.number] = None
     answers: Answers | None = (lambda _: False) if findings.follows_draws else None
-    numbers = range(1, 1 + max(number for number, _ in recording.asked))
-    for turn in (frozenset(numbers[start::2]) for start in (0, 1)):
-        if not turn:
-            continue
+    emptied: list[Emptied] = []
+
+    def told(numbers: frozenset[int]) -> Outcome | None:
+        if recording.draws:
+            return None
         try:
             other = forgetting(
-                lambda empty=turn: record(
-                    in_mode(model, training), example.fresh(), findings, answers, empty
-                ),
-                model,
+                lambda: record(in_mode(model, training), example.fresh(), findings, answers, numbers), model
             )
         except Exception as err:  # noqa: BLE001 the model need not bear to be told that nothing is selected
             _log.info("fails where nothing is selected: %s", err)
             return None
-        if other.outcome is None or not note_idle(recording, other, turn):
-            return None
-        emptied.append((turn, other.outcome))
-    return replace(recording, emptied=tuple(emptied))
+        return other.outcome if note_idle(recording, other, numbers) else None
+
+    unproven = set[str]()
+    for line, numbers in by_line.items():
+        for turn in (frozenset(list(numbers)[start::2]) for start in (0, 1)):
+            outcome = told(turn) if turn else None
+            if outcome is not None:
+                emptied.append(Emptied(turn, line, outcome))
+            elif turn:
+                unproven.add(line)
+    findings.unproven |= unproven
+    return None if unproven else replace(recording, emptied=tuple(emptied))
 
 
 def _learn(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:

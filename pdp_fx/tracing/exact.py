@@ -15,7 +15,7 @@ from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import Recording, is_ragged
+from pdp_fx.tracing.steps import Recording, UnprovenError, is_ragged
 from pdp_fx.tracing.verify import Runner, emptying, run, seeded, tried
 
 _log = logging.getLogger(__name__)
@@ -103,20 +103,21 @@ def _check_empty_selections(
     """Check that the graph gives for empty selections what the model gives, which branches on that.
 
     Raises:
-        TraceError: the graph and the model differ.
+        UnprovenError: the graph and the model may differ.
     """
     by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
     for training, recording in by_mode.items():
-        for selections, wanted in recording.emptied:
+        for told in recording.emptied:
             gone = set[fx.Node]()
-            got = tried(gm, example, training, model, runner=emptying(selections, gone))
-            problem = str(got) if isinstance(got, Exception) else wanted.difference(got)
-            more = None if problem else does_more(gm.graph, selections, gone)
+            got = tried(gm, example, training, model, runner=emptying(told.numbers, gone))
+            problem = str(got) if isinstance(got, Exception) else told.outcome.difference(got)
+            more = None if problem else does_more(gm.graph, told.numbers, gone)
             problem = problem if more is None else f"%{more.name} may do something"
             if problem:
-                raise TraceError(
+                raise UnprovenError(
                     f"the graph of {type(model).__name__} was discarded: where nothing is selected it "
-                    f"differs in {MODES[training]} mode: {problem}"
+                    f"differs in {MODES[training]} mode ({told.source}): {problem}",
+                    told.source,
                 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdp_fx.tracing.objects import Bound
 from pdp_fx.tracing.sizes import Casts
-from pdp_fx.tracing.steps import Recording, Whole
+from pdp_fx.tracing.steps import Recording, UnprovenError, Whole
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Findings:
         follows_draws: whether branches on random numbers, or on whether numbers are finite, become choices.
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
-        follows_selections: whether branches on whether anything is selected go on as if something were.
+        unproven: the lines whose branches on whether anything is selected may do more than leave work out.
     """
 
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
@@ -56,7 +56,7 @@ class Findings:
     follows_draws: bool = True
     met_ragged: bool = False
     checks_ragged: bool = False
-    follows_selections: bool = True
+    unproven: frozenset[str] = frozenset()
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
 
@@ -69,13 +69,19 @@ class Findings:
         sizes = self.sizes if sizes is None else sizes
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
-        made.follows_selections = self.follows_selections
+        made.unproven = self.unproven
         return made
 
-    def plainer(self) -> Findings | None:
-        """The findings to trace the model anew with fewer live numbers or choices; None if none are left."""
-        if self.follows_selections and any(made.asked for made, _ in self._made.values()):
-            return replace(self.anew(), follows_selections=False)
+    def plainer(self, err: Exception) -> Findings | None:
+        """The findings to trace the model anew with fewer live numbers or choices; None if none are left.
+
+        Args:
+            err: why tracing has failed.
+        """
+        asked = {asked.source for made, _ in self._made.values() for asked in made.asked}
+        if asked:
+            lines = {err.source} if isinstance(err, UnprovenError) else asked
+            return replace(self.anew(), unproven=self.unproven | lines)
         if self.met_ragged and not self.checks_ragged:
             return replace(self.anew(), checks_ragged=True)
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):

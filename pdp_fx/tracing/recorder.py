@@ -34,6 +34,7 @@ from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
     DRAWS_OUTSIDE,
+    Asked,
     Draw,
     Expr,
     NumberReadError,
@@ -99,7 +100,7 @@ class Recorder:
         self._answers = answers
         self._follows_draws = draws
         self._empty = empty
-        self._asked: list[tuple[int, int]] = []
+        self._asked: list[Asked] = []
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._buffers = dict(model._buffers)
@@ -325,10 +326,11 @@ class Recorder:
 
     def selected(self, mask: Step | None) -> bool | None:
         """Whether to go on as if a mask selected any, at a branch on it; None if it is not followed."""
-        if mask is None or self.inside or not self.findings.follows_selections:
+        source = source_line()
+        if mask is None or self.inside or source in self.findings.unproven:
             return None
-        mask.selects = mask.selects or 1 + max((number for number, _ in self._asked), default=0)
-        self._asked.append((mask.selects, len(self.steps)))
+        mask.selects = mask.selects or 1 + max((asked.number for asked in self._asked), default=0)
+        self._asked.append(Asked(mask.selects, len(self.steps), source))
         return mask.selects not in self._empty
 
     def _counts(self, count: Value) -> bool | None:

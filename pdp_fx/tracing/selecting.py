@@ -107,9 +107,9 @@ def note_idle(full: Recording, other: Recording, empty: Container[int]) -> bool:
     Returns:
         Whether that is all in which the two differ.
     """
-    if [number for number, _ in full.asked] != [number for number, _ in other.asked]:
+    numbers = [0, *(asked.number for asked in full.asked)]
+    if numbers != [0, *(asked.number for asked in other.asked)]:
         return False
-    numbers = [0, *(number for number, _ in full.asked)]
     for number, steps, others in zip(numbers, _segments(full), _segments(other), strict=True):
         left_out = len(steps) - len(others) if number in empty else 0
         if left_out < 0 or list(map(kind_of_step, steps[left_out:])) != list(map(kind_of_step, others)):
@@ -121,7 +121,7 @@ def note_idle(full: Recording, other: Recording, empty: Container[int]) -> bool:
 
 def _segments(recording: Recording) -> list[list[Step]]:
     """The steps before the first question, and those behind each, without checks, which are made once."""
-    places = [0, *(place for _, place in recording.asked), len(recording.steps)]
+    places = [0, *(asked.place for asked in recording.asked), len(recording.steps)]
     return [
         [step for step in recording.steps[start:stop] if step.target is not torch._assert]
         for start, stop in zip(places, places[1:], strict=False)

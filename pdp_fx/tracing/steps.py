@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pdp_fx.errors import TraceError
 from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.outcome import Outcome
 
@@ -169,6 +170,36 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A branch of the model on whether a selection is empty.
+
+    Attributes:
+        number: that of the selection, from 1.
+        place: how many steps came before it.
+        source: the line of the model's code, `file.py:line`.
+    """
+
+    number: int
+    place: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Emptied:
+    """A run that was told of some selections that they are empty.
+
+    Attributes:
+        numbers: those of the selections.
+        source: the line of the model's code that asks about them.
+        outcome: that of the run.
+    """
+
+    numbers: frozenset[int]
+    source: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
 class Recording:
     """All that a model did in one run.
 
@@ -180,9 +211,8 @@ class Recording:
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
         draws: where the model branched on random numbers alone or on whether numbers are finite, in order.
-        asked: where the model asked whether a selection is empty: its number, from 1, and how many steps came
-            before, in order.
-        emptied: the outcomes of runs that were told of some of them that they are, by their numbers.
+        asked: where the model asked whether a selection is empty, in order.
+        emptied: runs that were told of some selections that they are.
     """
 
     steps: tuple[Step, ...]
@@ -191,13 +221,25 @@ class Recording:
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
     draws: tuple[Draw, ...] = ()
-    asked: tuple[tuple[int, int], ...] = ()
-    emptied: tuple[tuple[frozenset[int], Outcome], ...] = ()
+    asked: tuple[Asked, ...] = ()
+    emptied: tuple[Emptied, ...] = ()
 
     @property
     def draws_outside(self) -> bool:
         """Whether a number is drawn from the generator of Python or NumPy."""
         return any(isinstance(step.target, DrawNumber) for step in self.steps)
+
+
+class UnprovenError(TraceError):
+    """Raised where a branch on whether anything is selected may do more than leave work out.
+
+    Attributes:
+        source: the line of the model's code.
+    """
+
+    def __init__(self, message: str, source: str) -> None:
+        super().__init__(message)
+        self.source = source
 
 
 class UnrecordableError(Exception):

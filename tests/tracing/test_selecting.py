@@ -269,3 +269,10 @@ class FillsInTraining(Positive):
 def test_a_branch_of_one_mode_is_followed() -> None:
     gm = exact(Around(FillsInTraining()), torch.randn(6, 4), -torch.rand(3, 4), torch.rand(2, 4))
     assert not opaque(gm)
+
+
+def test_one_branch_that_stays_whole_leaves_others_followed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Around(ByCount()), Around(ClampsIfAny()), Around(ByAny()), Around(MeanOrNone()))
+    gm = exact(model, torch.randn(30, 4), torch.randn(20, 4))
+    assert set(opaque(gm)) == {"made", "made_"}
