@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -30,6 +31,14 @@ MERGES = frozenset(
     {"view", "reshape", "flatten", "view_as", "reshape_as", "repeat", "tile", "repeat_interleave"}
 )
 """Functions and methods that may put axes together, or make copies of one as often as they are told."""
+
+
+ARITHMETIC: frozenset[Any] = frozenset({
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.iadd, operator.isub,
+    operator.imul, operator.itruediv, torch.add, torch.sub, torch.mul, torch.div, torch.pow, "add", "sub",
+    "mul", "div", "pow", "add_", "sub_", "mul_", "div_", "pow_",
+})  # fmt: skip
+"""Functions and methods that compute element by element, also with a number such as that of channels."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +188,8 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
     """Whether an axis of the tensor that ``node`` returns is as long at every call.
 
     It holds channels, each once, or it joins such axes, or it is such an axis of the tensor that it was made
-    of by an operation which leaves axes alone, or cuts or copies them by the same numbers at every call.
+    of by an operation which leaves axes alone, or cuts or copies them by the same numbers at every call. The
+    other operands of arithmetic are as long there, or of one index.
     """
     value = _first(record.values_of(node))
     if is_fixed(value, axis):
@@ -201,7 +211,9 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
         given = _first(record.values_of(source))
         place = len(given.shape) + axis - rank
         theirs = _line_along(given, place) if place >= 0 else None
-        if theirs is not None and np.array_equal(line, theirs) and has_fixed_size(source, place, record):
+        alike = theirs is not None and np.array_equal(line, theirs)
+        alike = alike or (node.target in ARITHMETIC and place >= 0 and given.shape[place] > 1)
+        if alike and has_fixed_size(source, place, record):
             return True
     return False
 

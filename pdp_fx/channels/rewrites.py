@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from pdp_fx.channels.counts import ARITHMETIC
 from pdp_fx.channels.given_sizes import SHAPE, VIEWS, sizes_given
 from pdp_fx.channels.kept import are_distinct, placed_before
 from pdp_fx.channels.mixed_views import mixed_axes
@@ -307,9 +308,11 @@ def _repeat_fits(node: fx.Node, record: Record) -> bool:
 
 
 def _interleave(node: fx.Node, job: Job) -> None:
-    """Make as many copies of an axis of one index as stay."""
+    """Make as many copies of an axis of one index as stay; of several indices each has as many as before."""
     times, axis = _arguments(node, 1, INTERLEAVED, 2)
     result = job.results[0]
+    if job.source.value.shape[axis] > 1:
+        return
     node.args = (node.args[0], job.resized(result, axis % len(result.value.shape), times), axis)
     node.kwargs = {name: value for name, value in node.kwargs.items() if name not in INTERLEAVED}
 
@@ -318,14 +321,15 @@ INTERLEAVED = ("repeats", "dim")
 
 
 def _interleave_fits(node: fx.Node, record: Record) -> bool:
-    """Fits copies of an axis of one index, as many as a number says."""
+    """Fits copies of each index of an axis, as many as a number says."""
     source: Any = node.args[0]
     times, axis = _arguments(node, 1, INTERLEAVED, 2)
     values = record.values_of(source)
     number = isinstance(times, int) or getattr(times, "name", "") in record.numbers
     if len(values) != 1 or not isinstance(axis, int) or not number:
         return False
-    return values[0].shape[axis] == 1
+    place = axis % len(values[0].shape)
+    return values[0].shape[place] == 1 or not any(e.free and place in e.support for e in values[0].layers)
 
 
 def _scale(node: fx.Node, job: Job) -> None:
@@ -394,13 +398,6 @@ ATTENTION: frozenset[Any] = frozenset({
     *map(operation_name, (torch.ops.aten.scaled_dot_product_attention, *FUSED)),
 })  # fmt: skip
 """Attention as one operation, whose scale is that of the number of channels of its query if it gets none."""
-
-ARITHMETIC: frozenset[Any] = frozenset({
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.iadd, operator.isub,
-    operator.imul, operator.itruediv, torch.add, torch.sub, torch.mul, torch.div, torch.pow, "add", "sub",
-    "mul", "div", "pow", "add_", "sub_", "mul_", "div_", "pow_",
-})  # fmt: skip
-"""Functions and methods that compute element by element, also with a number such as that of channels."""
 
 MODULE_RESIZERS: dict[type[nn.Module], Rewrite] = {nn.Unflatten: Rewrite(_unflatten_module)}
 """The rewrites of modules that hold sizes of activations."""

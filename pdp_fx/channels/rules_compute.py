@@ -17,6 +17,7 @@ from pdp_fx.channels.rules_pointwise import put_sum
 
 aten = torch.ops.aten
 
+SWEPT = "it lies along an axis that a convolution sweeps"
 KERNELS = "it lies along another axis of a convolution's weight than those of channels"
 
 
@@ -69,7 +70,11 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     transposed, groups = bool(call.args[6]), int(call.args[8])
     outputs = weight.shape[1] * groups if transposed else weight.shape[0]
     channel_axis = source.ndim - (weight.ndim - 1)
-    read = channel_layer(source, channel_axis, flow, "it lies along an axis that a convolution sweeps")
+    swept = _swept(call) | {channel_axis}
+    passed = [e for e in flow.layers(source) if len(e.support) == 1 and not e.support & swept]
+    others = [e for e in flow.layers(source) if all(e is not each for each in passed)]
+    blocked = frozenset(range(source.ndim)) - {channel_axis}
+    read = along(flow.all_without(others, blocked, SWEPT), channel_axis)
     keep_others(weight, flow, KERNELS)
     columns, rows = (0, 1) if transposed else (1, 0)
     parts = (axis_layer(weight, columns, flow), axis_layer(weight, rows, flow))
@@ -87,7 +92,17 @@ def convolution(call: Call, flow: LabelFlow) -> None:
             flow.produce(parts[1], weight, source)
         made = _grouped(read, parts, bias, (groups, transposed), flow)
     layers = [] if made is None else [_placed(made, channel_axis, call.result.ndim)]
+    layers += [Layer(e.ids, e.zero & (bias is None), (e,), free=e.free) for e in passed]
     flow.put(call.result, layers)
+
+
+def _swept(call: Call) -> set[int]:
+    """The axes along which a convolution's kernel, step or padding is more than a point."""
+    source, weight = call.args[:2]
+    steps, widths, more = (given * 3 for given in (call.args[3], call.args[4], call.args[7]))
+    sizes = zip(weight.shape[2:], steps, widths, more, strict=False)
+    first = source.ndim - (weight.ndim - 2)
+    return {first + axis for axis, size in enumerate(sizes) if size != (1, 1, 0, 0)}
 
 
 @rule("torchvision::deform_conv2d")
@@ -96,7 +111,7 @@ def deformed_convolution(call: Call, flow: LabelFlow) -> None:
     source, weight, offset, mask, bias, *numbers = call.args
     groups, offset_groups = numbers[6:8]
     flow.freeze_all([offset, mask], "these values choose places of another tensor")
-    read = channel_layer(source, 1, flow, "it lies along an axis that a convolution sweeps")
+    read = channel_layer(source, 1, flow, SWEPT)
     keep_others(weight, flow, KERNELS)
     columns, rows = axis_layer(weight, 1, flow), axis_layer(weight, 0, flow)
     positions = call.result.numel() // weight.shape[0]

@@ -397,6 +397,86 @@ class DepthwiseOnInput(nn.Module):
         return self.outer(self.inner(self.each(x).relu()).relu())
 
 
+class MixesTokens(nn.Module):
+    """A convolution of one point whose channels are the tokens; features lie along the axis of its places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.mix = nn.Sequential(nn.Conv1d(5, 7, 1), nn.GELU(), nn.Conv1d(7, 5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        return self.outer((hidden + self.mix(hidden)).relu())
+
+
+class GatesTokens(nn.Module):
+    """Half of the features, normalised and mixed over the tokens, gates the other half (gMLP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(6, 16), nn.LayerNorm(8), nn.Linear(8, 6)
+        self.mix = nn.Conv1d(5, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, mixed = F.gelu(self.inner(x)).chunk(2, -1)
+        return x + self.outer(kept * self.mix(self.norm(mixed)))
+
+
+class SweepsTime(nn.Module):
+    """A kernel over time alone, without a bias: each feature has its own result."""
+
+    width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(self.width, 6)
+        self.over_time = self.kernel()
+
+    def kernel(self) -> nn.Module:
+        return nn.Conv2d(1, 4, (3, 1), padding=(1, 0), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.over_time(self.inner(x).unsqueeze(1))
+        return self.outer(hidden.relu().mean((1, 2)))
+
+
+class SweepsTimeBackwards(SweepsTime):
+    def kernel(self) -> nn.Module:
+        return nn.ConvTranspose2d(1, 4, (3, 1), stride=(2, 1), output_padding=(1, 0))
+
+
+class TakesEverySecond(SweepsTime):
+    """A kernel of one point that skips every second feature."""
+
+    width = 4
+
+    def kernel(self) -> nn.Module:
+        return nn.Conv2d(1, 4, 1, stride=(1, 2))
+
+
+class PadsFeatures(SweepsTime):
+    """A kernel of one point whose padding adds places along the features."""
+
+    width = 10
+
+    def kernel(self) -> nn.Module:
+        return nn.Conv2d(1, 4, 1, padding=(0, 1))
+
+
+class ChannelsAsExamples(nn.Module):
+    """One kernel for all channels, which are examples meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.blur, self.outer = nn.Conv2d(3, 8, 3), nn.Conv2d(1, 1, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        blurred = self.blur(x.flatten(0, 1).unsqueeze(1))
+        return self.outer(blurred.view(*x.shape[:2], *blurred.shape[2:]).relu())
+
+
 CONVOLUTIONS = (
     Construct(ConvBnRelu, images(), removed=4),
     Construct(ConvBias, images(), removed=4),
@@ -429,5 +509,12 @@ CONVOLUTIONS = (
     Construct(CrossCorrelation, images(), removed=8),
     Construct(CircularPadding, images(), removed=8),
     Construct(PaddingLayers, images(), removed=8),
+    Construct(MixesTokens, sequences(), removed=7),
+    Construct(GatesTokens, sequences(), removed=8),
+    Construct(SweepsTime, sequences(), removed=6),
+    Construct(SweepsTimeBackwards, sequences(), removed=6),
+    Construct(TakesEverySecond, sequences(), removed=2, reason="an axis that a convolution sweeps"),
+    Construct(PadsFeatures, sequences(), removed=2, reason="an axis that a convolution sweeps"),
+    Construct(ChannelsAsExamples, images(), removed=4),
     Construct(CircularPaddingOfChannels, sequences(), reason="it is written to in place through a view"),
 )

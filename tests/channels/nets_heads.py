@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from tests.channels.construct import Construct, Inputs, sequences
 
-WIDTH, HEADS, SIZE = 6, 3, 4
+WIDTH, HEADS, SIZE, STATES = 6, 3, 4, 5
 
 
 def _with_mask(batch: int) -> Inputs:
@@ -307,6 +307,41 @@ class GatesForGroupsByShape(GatesForGroups):
         return gates.repeat_interleave(2, dim=2, output_size=heads.shape[2])
 
 
+class ScanOfGroups(nn.Module):
+    """Heads in groups that share states and have a gated norm each, by numbers made of sizes (Mamba 2)."""
+
+    groups: int = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2 * 4 * SIZE + self.groups * 2 * STATES)
+        self.weight, self.out = nn.Parameter(torch.rand(4 * SIZE)), nn.Linear(4 * SIZE, WIDTH)
+
+    def norm(self, x: Tensor, gate: Tensor) -> Tensor:
+        x = x * F.silu(gate)
+        *first, last = x.shape
+        size = 4 * SIZE // self.groups
+        x = x.view(*first, last // size, size)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * x.view(*first, last // size * size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.groups * STATES
+        gate, heads, *states = self.inner(x).split([4 * SIZE, 4 * SIZE, inside, inside], -1)
+        heads = heads.reshape(*x.shape[:2], -1, SIZE)
+        shared = [each.reshape(*x.shape[:2], self.groups, -1) for each in states]
+        times = heads.shape[2] // shared[0].shape[2]
+        keys, queries = (each.repeat_interleave(times, dim=2, output_size=heads.shape[2]) for each in shared)
+        kept = torch.einsum("bshn,bshp->bhpn", keys, heads)
+        return self.out(self.norm(torch.einsum("bshn,bhpn->bshp", queries, kept).flatten(2), gate))
+
+
+class ScanOfOneGroup(ScanOfGroups):
+    """What is inside the only group can go: heads, and states."""
+
+    groups = 1
+
+
 class GroupedByHand(nn.Module):
     """Two heads of keys and values serve four of queries; values are split and copied before (below)."""
 
@@ -382,6 +417,8 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(QueriesPastOneHead, sequences(), removed=SIZE),
     Construct(GatesForGroups, sequences(), removed=24),
     Construct(GatesForGroupsByShape, sequences(), removed=24),
+    Construct(ScanOfGroups, sequences(), removed=20),
+    Construct(ScanOfOneGroup, sequences(), removed=8),
     Construct(ValuesRepeated, sequences(), removed=12),
     Construct(DifferenceOfHalves, sequences(), removed=12),
     Construct(CopiesJoined, sequences(), removed=4),
