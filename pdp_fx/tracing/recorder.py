@@ -126,6 +126,8 @@ class Recorder:
         if name == "register_hook":
             raise UnrecordableError("hooks the gradient of a tensor")
         kwargs = functions.without_hints(name, args, functions.in_own_names(function, kwargs))
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._by_tensors(args[1]), *args[2:])
         op, target, shown = functions.in_graph_form(function, args, kwargs)
         try:
             step = self.step(op, target, shown, kwargs)
@@ -347,6 +349,17 @@ class Recorder:
             yield
         finally:
             self._recomputed = before
+
+    def _by_tensors(self, index: Any) -> Any:
+        """An index with constants in the place of NumPy's arrays."""
+        if isinstance(index, tuple):
+            return tuple(map(self._by_tensors, index))
+        if type(index) is not np.ndarray:
+            return index
+        with self.silent():
+            table = torch.from_numpy(index.copy())
+        self.origins.constant(table)
+        return table
 
     def step(self, op: str, target: Any, args: Args, kwargs: Mapping[str, Any]) -> Step:
         """A step with its arguments encoded as values; it is not yet part of the recording."""

@@ -1,5 +1,6 @@
 """Places chosen by index tensors along an axis that has no channels, or that has."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -385,6 +386,18 @@ class FoundScores(nn.Module):
         return scores.sum(0) + torch.cat(found).sum()
 
 
+class ChannelsByNumPy(nn.Module):
+    """Arrays of NumPy say which tokens, and which channels, go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(4, 6)
+        self.tokens, self.channels = np.array([3, 1]), np.array([5, 0, 3, 6])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x)[:, self.tokens][..., self.channels].relu())
+
+
 INDEXING = (
     Construct(Messages, sequences(), removed=11),
     Construct(MessagesInPlace, sequences(), removed=11),
@@ -427,4 +440,5 @@ INDEXING = (
     Construct(Convolution, graphs, removed=7),
     Construct(HeadsOfMessages, graphs, removed=12),
     Construct(FoundScores, sequences(), removed=4),
+    Construct(ChannelsByNumPy, sequences(), removed=2),
 )

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_structure
 
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
 from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.steps import Attribute
 from tests.tracing.checks import exact, targets
@@ -98,6 +100,49 @@ def test_a_batch_size_that_becomes_a_plain_number_is_checked(rows: Any, size: in
     gm = exact(ByNumpy(rows), (x, torch.ones(size, 5)))
     with pytest.raises(AssertionError, match=rf"holds for a batch of {size} only"):
         gm(torch.randn(3, 5, 4), torch.ones(3, 5))
+
+
+class ChosenByNumpy(nn.Module):
+    """Places of the second axis, from an array of whole numbers or of booleans."""
+
+    def __init__(self, places: Any) -> None:
+        super().__init__()
+        self.linear, self.places = nn.Linear(4, 4), np.array(places)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x[:, self.places] = 0
+        return x[:, self.places].sum(1, keepdim=True) + x
+
+
+@pytest.mark.parametrize("places", [[2, 0], [3], [True, False, False, True, False]])
+def test_arrays_of_numpy_choose_places(places: Any) -> None:
+    exact(ChosenByNumpy(places), torch.randn(2, 5, 4), torch.randn(3, 5, 4))
+
+
+class Reversed(nn.Module):
+    """Places that NumPy makes of a size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, np.arange(x.shape[1])[::-1].copy()]
+
+
+def test_places_that_numpy_makes_of_a_size_are_checked() -> None:
+    gm = exact(Reversed(), torch.randn(2, 5, 4), torch.randn(3, 5, 4))
+    with pytest.raises(AssertionError, match="decides by sizes"):
+        gm(torch.randn(2, 6, 4))
+
+
+class Shuffled(nn.Module):
+    """Other places at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, np.random.permutation(x.shape[1])]
+
+
+def test_places_that_numpy_draws_are_refused() -> None:
+    with pytest.raises(TraceError, match="random numbers from outside torch"):
+        trace(Shuffled(), torch.randn(2, 5, 4))
 
 
 class AskingByNumpy(ByNumpy):
