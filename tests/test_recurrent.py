@@ -1,4 +1,4 @@
-"""Recurrent modules: their matrices are pruned one by one and N:M, their channels stay."""
+"""Recurrent modules: their matrices are pruned one by one and N:M; what they read goes, their states stay."""
 
 import copy
 
@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
+from pdp_fx.errors import SpecError
 from pdp_fx.spec import Rule
 from tests.channels.checks import check_converted, train
 
@@ -104,11 +105,125 @@ def test_groups_of_inputs_are_pruned(name: str) -> None:
         assert bool(((left[each].reshape(-1, 4) == 0).sum(1) == 2).all())
 
 
-def test_channels_around_a_recurrent_module_stay() -> None:
-    model, x = reader("LSTM")
-    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), {"words": Channels(ratio=0.5)}), x)
-    assert not pdp_fx.explain(prepared).groups
-    assert any("LSTM" in kept.why for kept in pdp_fx.explain(prepared).kept)
+class Translated(nn.Module):
+    """A recurrent module that reads features which a mask makes 0, or does not."""
+
+    def __init__(self, inner: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.before, self.act, self.inner = nn.Linear(6, 8), act, inner
+        self.head = nn.LazyLinear(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.act(self.before(x)))[0])
+
+
+@every_kind
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Sigmoid()], ids=["zero", "not zero"])
+def test_features_that_a_recurrent_module_reads_are_removed(name: str, act: nn.Module) -> None:
+    torch.manual_seed(0)
+    model, x = Translated(copy.deepcopy(KINDS[name]), act), torch.randn(2, 5, 6)
+    model(x)
+    model, x = model.double(), x.double()
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), x)
+    pdp_fx.step(prepared)
+    train(prepared, [(x,)])
+    small = check_converted(model, prepared.eval(), [(x,), (torch.randn(3, 7, 6, dtype=x.dtype),)])
+    inner = small.get_submodule("inner")
+    assert (inner.input_size, inner.get_parameter("weight_ih_l0").shape[1]) == (4, 4)
+    assert any("has sizes of its own" in kept.why for kept in pdp_fx.explain(prepared).kept)
+
+
+def test_an_lstm_is_looked_into_where_torch_computes_it_as_one() -> None:
+    model, x = Translated(nn.LSTM(8, 8), nn.ReLU()), torch.randn(2, 5, 6)
+    model(x)
+    fast = torch.backends.mkldnn.enabled
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), x)
+    assert torch.backends.mkldnn.enabled == fast
+    pdp_fx.step(prepared)
+    small = pdp_fx.convert(prepared)
+    assert small.get_submodule("inner").input_size == 4
+    torch.testing.assert_close(small(x), prepared.eval()(x))
+
+
+class CellsOfFeatures(nn.Module):
+    """A cell reads a token after the other; the first state is another layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.start, self.cell, self.head = (
+            nn.Linear(6, 8), nn.Linear(6, 4), nn.GRUCell(8, 4), nn.Linear(4, 5)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.start(x[:, 0])
+        for token in self.before(x).relu().unbind(1):
+            state = self.cell(token, state)
+        return self.head(state)
+
+
+def test_features_that_cells_read_are_removed() -> None:
+    torch.manual_seed(0)
+    model, x = CellsOfFeatures().double(), torch.randn(2, 3, 6, dtype=torch.float64)
+    _, left = check(model, x, Channels(ratio=0.5))
+    assert (left["before.weight"].shape, left["start.weight"].shape) == ((4, 6), (4, 6))
+    assert left["cell.weight_ih"].shape == (12, 4)
+
+
+class OneStep(nn.Module):
+    """A cell that runs once, from a state of another layer."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.before, self.start, self.cell = nn.Linear(6, 8), nn.Linear(6, 4), cell
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features, state = self.before(x).relu(), self.start(x)
+        pair = isinstance(self.cell, nn.LSTMCell)
+        after = self.cell(input=features, hx=(state, state.tanh()) if pair else state)
+        return self.head(after[0] if pair else after)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell(8, 4), nn.GRUCell(8, 4), nn.RNNCell(8, 4)], ids=repr)
+def test_the_state_of_a_single_step_stays(cell: nn.Module) -> None:
+    torch.manual_seed(0)
+    model, x = OneStep(copy.deepcopy(cell)).double(), torch.randn(2, 6, dtype=torch.float64)
+    _, left = check(model, x, Channels(ratio=0.5))
+    assert (left["before.weight"].shape, left["start.weight"].shape) == ((4, 6), (4, 6))
+    assert left["cell.weight_hh"].shape == model.get_parameter("cell.weight_hh").shape
+
+
+class FromItsFeatures(Translated):
+    """The first state is the first token's features: they stay, as all states do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.act(self.before(x))
+        return self.head(self.inner(features, features[:, 0][None].contiguous())[0])
+
+
+class OfLines(nn.Module):
+    """Channels of an image lie along the time that a recurrent module goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Conv1d(3, 8, 1), nn.GRU(5, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.before(x))[0][:, -1]
+
+
+def test_channels_that_are_states_or_time_stay() -> None:
+    read = FromItsFeatures(nn.GRU(8, 8, batch_first=True), nn.ReLU())
+    read(torch.randn(2, 5, 6))
+    for model, x in ((read, torch.randn(2, 5, 6)), (OfLines(), torch.randn(2, 3, 5))):
+        with pytest.raises(SpecError, match="before: %inner .*GRU has sizes of its own"):
+            pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5)), x)
+
+
+def test_channels_of_packed_sequences_stay() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Packed())
+    with pytest.raises(SpecError, match="no channel rule for _pack_padded_sequence"):
+        pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5)), torch.randn(2, 3, 6))
 
 
 def test_cells_are_pruned() -> None:

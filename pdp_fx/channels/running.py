@@ -20,7 +20,7 @@ from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import called_module, function_of
 from pdp_fx.tracing.objects import DrawNumber, MethodOf
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
-from pdp_fx.tracing.unfused import unfused_attention
+from pdp_fx.tracing.unfused import unfused_attention, unfused_recurrence
 from pdp_fx.tracing.writer import REPAIRS
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
@@ -68,7 +68,12 @@ class _FlowInterpreter(Interpreter):
                 result = super().run_node(node)
             pool_regions(self.flow, *self.fetch_args_kwargs_from_env(node), result)
             return result
-        return self.run_unseen(node) if is_opaque(self.module, node) else super().run_node(node)
+        if is_opaque(self.module, node):
+            return self.run_unseen(node)
+        if node.op == "call_module" and isinstance(self.fetch_attr(str(node.target)), nn.LSTM):
+            with unfused_recurrence():
+                return super().run_node(node)
+        return super().run_node(node)
 
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a node whose code may act differently on other inputs: freeze all labels that go in."""

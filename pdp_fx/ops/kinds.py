@@ -72,8 +72,10 @@ def groups_left(stays: np.ndarray, groups: int) -> int:
     return int(stays.reshape(groups, -1).any(1).sum())
 
 
-def _refresh_nothing(module: nn.Module, stays: np.ndarray | None) -> None:
-    """Do nothing: channels of recurrent modules are never removed."""
+def _refresh_recurrent(module: nn.Module, stays: np.ndarray | None) -> None:
+    """Update the number of features that a recurrent module reads; those that it makes are never removed."""
+    first = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
+    cast(nn.LSTM, module).input_size = module.get_parameter(first).shape[1]
 
 
 def fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -177,12 +179,12 @@ _KINDS = (
     ModuleKind(nn.BatchNorm1d, explicit.ExplicitBatchNorm1d, _BOTH, False, _refresh_norm, norm_ranks=(2, 3)),
     ModuleKind(nn.BatchNorm2d, explicit.ExplicitBatchNorm2d, _BOTH, False, _refresh_norm, norm_ranks=(4,)),
     ModuleKind(nn.BatchNorm3d, explicit.ExplicitBatchNorm3d, _BOTH, False, _refresh_norm, norm_ranks=(5,)),
-    ModuleKind(nn.LSTM, recurrent.ExplicitLSTM, (), True, _refresh_nothing),
-    ModuleKind(nn.GRU, recurrent.ExplicitGRU, (), True, _refresh_nothing),
-    ModuleKind(nn.RNN, recurrent.ExplicitRNN, (), True, _refresh_nothing),
-    ModuleKind(nn.LSTMCell, recurrent.ExplicitLSTMCell, (), True, _refresh_nothing),
-    ModuleKind(nn.GRUCell, recurrent.ExplicitGRUCell, (), True, _refresh_nothing),
-    ModuleKind(nn.RNNCell, recurrent.ExplicitRNNCell, (), True, _refresh_nothing),
+    ModuleKind(nn.LSTM, recurrent.ExplicitLSTM, (), True, _refresh_recurrent),
+    ModuleKind(nn.GRU, recurrent.ExplicitGRU, (), True, _refresh_recurrent),
+    ModuleKind(nn.RNN, recurrent.ExplicitRNN, (), True, _refresh_recurrent),
+    ModuleKind(nn.LSTMCell, recurrent.ExplicitLSTMCell, (), True, _refresh_recurrent),
+    ModuleKind(nn.GRUCell, recurrent.ExplicitGRUCell, (), True, _refresh_recurrent),
+    ModuleKind(nn.RNNCell, recurrent.ExplicitRNNCell, (), True, _refresh_recurrent),
 )
 _BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind in _KINDS}
 

@@ -1,7 +1,8 @@
-"""Attention without torch's fused path for inference."""
+"""Attention and recurrent layers without torch's fused paths for inference."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,3 +20,15 @@ def unfused_attention() -> Generator[None, None, None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def unfused_recurrence() -> Generator[None, None, None]:
+    """Let an LSTM on a CPU compute by the operations that channels go through, not as one."""
+    backend: Any = torch.backends.mkldnn
+    fast = backend.enabled
+    backend.enabled = False
+    try:
+        yield
+    finally:
+        backend.enabled = fast
