@@ -321,7 +321,7 @@ INTERLEAVED = ("repeats", "dim")
 
 
 def _interleave_fits(node: fx.Node, record: Record) -> bool:
-    """Fits copies of each index of an axis, as many as a number says."""
+    """Fits copies of an axis of one index, as many as a number says, or of channels by a number of them."""
     source: Any = node.args[0]
     times, axis = _arguments(node, 1, INTERLEAVED, 2)
     values = record.values_of(source)
@@ -329,7 +329,9 @@ def _interleave_fits(node: fx.Node, record: Record) -> bool:
     if len(values) != 1 or not isinstance(axis, int) or not number:
         return False
     place = axis % len(values[0].shape)
-    return values[0].shape[place] == 1 or not any(e.free and place in e.support for e in values[0].layers)
+    counted = getattr(times, "name", "") in record.taint
+    free = [layer.free for layer in values[0].layers if place in layer.support]
+    return values[0].shape[place] == 1 or (counted and bool(free) and not any(free))
 
 
 def _scale(node: fx.Node, job: Job) -> None:

@@ -9,9 +9,9 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(functional, "multi_head_attention_forward", attention),
         replaced(nn.Module, "__call__", _module_call(recorder)),
         replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
+        entries(_bound_applies(recorder)),
         _autocasts(recorder),
         noting_recomputed(recorder),
         _methods_whole(recorder),
@@ -112,6 +113,37 @@ def _function_apply(recorder: Recorder) -> Callable[..., Any]:
         return recorder.guarded(recorder.function, apply_of(cls), args, {})
 
     return function_apply
+
+
+def _bound_applies(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, object]]:
+    """Where the model's code and its modules hold an ``apply`` from before, as in ``ste = Round.apply``.
+
+    What is held elsewhere is noticed by its results (`Origins.value`).
+    """
+    function_apply = _function_apply(recorder)
+    modules = list(recorder.model.modules())
+    homes = {kind.__module__ for part in modules for kind in type(part).__mro__}
+    homes |= {kind.__module__ for kind in _kinds_of(torch.autograd.Function)}
+    codes = [vars(sys.modules[home]) for home in homes if home in sys.modules]
+    for names in (*codes, *map(vars, modules)):
+        for name, value in list(names.items()):
+            kind = (
+                getattr(value, "__self__", None)
+                if isinstance(value, BuiltinMethodType | MethodType)
+                else None
+            )
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, torch.autograd.Function)
+                and value.__name__ == "apply"
+            ):
+                yield names, name, functools.partial(function_apply, kind)
+
+
+def _kinds_of(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds_of(each)
 
 
 def _length(recorder: Recorder) -> Callable[[Any], int]:

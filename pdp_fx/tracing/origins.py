@@ -54,6 +54,7 @@ class Origins:
         self._watch = watch
         self._alias = alias
         self._values = WeakTensorKeyDictionary()
+        self._of_functions = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[TensorWeakRef]] = {}
         self._constants: dict[int, Constant] = {}
         self.unseen: list[torch.Tensor] = []
@@ -63,10 +64,13 @@ class Origins:
         """The value that a tensor is; one that existed before the run is a constant.
 
         Raises:
-            UnrecordableError: it was made in this run, but by no recorded step.
+            UnrecordableError: it was made in this run, but by no recorded step, or an autograd function that
+                was not seen has made its gradient another.
         """
         known = self._known(tensor)
         if known is not None:
+            if isinstance(known, Step) and _is_of_function(tensor) and tensor not in self._of_functions:
+                raise UnrecordableError("calls an autograd function's apply that was looked up before")
             return known
         if self._watch.is_ours(tensor):
             raise UnrecordableError("uses a tensor made by code that torch functions do not show")
@@ -160,16 +164,23 @@ class Origins:
             self.remember(result, value)
         return result
 
+    def _note_function(self, tensor: torch.Tensor) -> None:
+        """Note of what a step returned that an autograd function made it: later, none may have."""
+        if _is_of_function(tensor):
+            self._of_functions[tensor] = True
+
     def _adopt_tensor(
         self, tensor: torch.Tensor, value: Value, changed: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         if any(tensor is other for other in changed):
             if id(tensor) not in self._attributes:
                 self._values[tensor] = value
+                self._note_function(tensor)
             return tensor
         if self._known(tensor) is not None:
             tensor = self._alias(tensor)
         self._values[tensor] = value
+        self._note_function(tensor)
         self._aliases.setdefault(storage_of(tensor), []).append(TensorWeakRef(tensor))
         return tensor
 
@@ -205,3 +216,7 @@ class Origins:
 
 def _fingerprint(container: Any) -> tuple[int, ...]:
     return tuple(id(part) for _, _, part in children(container))
+
+
+def _is_of_function(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)

@@ -1,12 +1,14 @@
 """Blocks that switch gradients off or on leave the caller's setting as it was; hooks are kept."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
-from tests.tracing.checks import exact, opaque
+from tests.tracing.checks import Around, exact, opaque
 
 
 class Blocks(nn.Module):
@@ -93,3 +95,54 @@ def test_a_module_that_hooks_gradients_stays_whole() -> None:
 def test_a_forward_that_hooks_gradients_is_refused() -> None:
     with pytest.raises(TraceError, match="it hooks the gradient of a tensor"):
         trace(Hooks(), torch.randn(3, 4))
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, and lets gradients straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return torch.round(x * 4) / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * grad
+
+
+rounded: Any = Rounded.apply
+HELD: list[Any] = [rounded]
+
+
+class RoundsByName(nn.Module):
+    """Calls what the module of its code holds, as torch's own examples do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rounded(x)
+
+
+class RoundsByAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded = rounded
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rounded(x)
+
+
+class RoundsByList(nn.Module):
+    """Calls what is found nowhere by a name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return HELD[0](x)
+
+
+@pytest.mark.parametrize("inner", [RoundsByName(), RoundsByAttribute()], ids=["name", "attribute"])
+def test_functions_looked_up_before_keep_their_gradients(inner: nn.Module) -> None:
+    gm = exact(Around(inner), torch.randn(3, 4))
+    assert not opaque(gm)
+    assert rounded is HELD[0]
+
+
+def test_functions_found_nowhere_are_refused() -> None:
+    with pytest.raises(TraceError, match="an autograd function's apply that was looked up before"):
+        trace(Around(RoundsByList()), torch.randn(3, 4))
