@@ -13,7 +13,7 @@ from typing import Any
 
 from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries
+from pdp_fx.tracing.replacing import entries, namespaces
 from pdp_fx.tracing.source import is_users
 
 DRAWS = (
@@ -32,8 +32,7 @@ def following_numbers(recorder: Recorder) -> Generator[None, None, None]:
 
 def _replacements(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, object]]:
     """Where the functions are looked up: in their Python modules, and in those of the model's classes."""
-    homes = {kind.__module__ for part in recorder.model.modules() for kind in type(part).__mro__}
-    users = [vars(sys.modules[home]) for home in homes if home in sys.modules]
+    users = namespaces(map(type, recorder.model.modules()))
     for draw in DRAWS:
         function = draw.function
         recording = _recording(recorder, draw, function)

@@ -32,7 +32,7 @@ from pdp_fx.tracing.objects import apply_of
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries, replaced
+from pdp_fx.tracing.replacing import entries, namespaces, replaced
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Step, Whole
 
@@ -122,9 +122,7 @@ def _bound_applies(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, ob
     """
     function_apply = _function_apply(recorder)
     modules = list(recorder.model.modules())
-    homes = {kind.__module__ for part in modules for kind in type(part).__mro__}
-    homes |= {kind.__module__ for kind in _kinds_of(torch.autograd.Function)}
-    codes = [vars(sys.modules[home]) for home in homes if home in sys.modules]
+    codes = namespaces((*map(type, modules), *_kinds_of(torch.autograd.Function)))
     for names in (*codes, *map(vars, modules)):
         for name, value in list(names.items()):
             kind = (

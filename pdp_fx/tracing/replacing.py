@@ -1,6 +1,7 @@
 """Replacing attributes and dict entries for the time of a block."""
 
 import inspect
+import sys
 import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -43,3 +44,9 @@ def entries(values: Iterable[tuple[dict[str, Any], str, object]]) -> Generator[N
                 del held[key]
             else:
                 held[key] = value
+
+
+def namespaces(kinds: Iterable[type]) -> list[dict[str, Any]]:
+    """The global names of the code of these classes and of those that they are derived from."""
+    homes = {base.__module__ for kind in kinds for base in kind.__mro__}
+    return [vars(sys.modules[home]) for home in homes if home in sys.modules]
