@@ -26,7 +26,7 @@ from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.weights.without_gradients import part_to_leave, switches_off
-from pdp_fx.weights.writes import Writes, idle_in_eval, read_to_write, writes
+from pdp_fx.weights.writes import Writes, idle_in_eval, read_to_write, reads_layout, writes
 
 
 @dataclass
@@ -145,14 +145,15 @@ def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
 def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:
     """Let all uses of a wanted parameter share one read, and return these reads by the parameters' names.
 
-    Nodes that write to parameters in training mode keep reads of their own: they need the raw parameter.
+    Nodes that write to parameters in training mode keep reads of their own: they need the raw parameter. So
+    do those that only read its layout if it is written to, as they may come before it is.
     """
     with trial(gm):
         written = writes(gm, names)
         writing = read_to_write(gm.graph, written, idle_in_eval(gm.graph))
 
     def uses(user: fx.Node) -> bool:
-        return user not in writing
+        return user not in writing and not (writing and reads_layout(user))
 
     found: dict[str, fx.Node] = {}
     for node in gm.graph.find_nodes(op="get_attr"):

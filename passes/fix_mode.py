@@ -18,7 +18,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.functions import acts_in_place
-from pdp_fx.tracing.modes import When, unconditional
+from pdp_fx.tracing.modes import When, asks_mode, unconditional
 from pdp_fx.tracing.skipping import kept_unless
 
 
@@ -65,7 +65,7 @@ def _substitute(node: fx.Node, known: dict[fx.Node, Any]) -> None:
 
 def _is_flag(node: fx.Node, modules: frozenset[str]) -> bool:
     """Whether ``node`` reads the training flag of a module."""
-    if node.target is not getattr or node.args[1] != "training" or not isinstance(node.args[0], fx.Node):
+    if not asks_mode(node) or not isinstance(node.args[0], fx.Node):
         return False
     return node.args[0].op == "get_attr" and str(node.args[0].target) in modules
 

@@ -18,8 +18,9 @@ from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.spec import PruneSpec
 from pdp_fx.tracing.examples import ExampleCall, Inputs
+from pdp_fx.tracing.generators import random_state
 from pdp_fx.tracing.modes import in_eval_form
-from pdp_fx.tracing.outcome import Outcome, outcome, random_state
+from pdp_fx.tracing.outcome import Outcome, outcome
 
 
 class LabelWatch:

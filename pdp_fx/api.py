@@ -35,6 +35,7 @@ from pdp_fx.sharding import refuse_divided, refuse_sharded
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs
+from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.preserve import unwritten
 from pdp_fx.wrapping import refuse_more_than_wrapped, refuse_wrapped
@@ -80,7 +81,7 @@ def prepare(
     _refuse_unfit(model, spec)
     inputs = normalised(example_inputs)
     watch = LabelWatch(spec)
-    with unwritten(model):
+    with unwritten(model), own_generators(model):
         gm = trace(model, example_inputs, watch)
         if hasattr(gm, CHILD):
             raise StateError(
@@ -101,7 +102,7 @@ def prepare(
         pruner.set_seal()
         pruner.to(_device(model))
         pruner.train(model.training)
-        if watch.outcome is not None and inputs is not None and not pruner.has_other_policies:
+        if inputs is not None and not pruner.has_other_policies:
             check_unpruned(gm, model, watch.outcome, ExampleCall(*inputs))
     pruner.check_reachable(gm)
     pruner.update_masks(gm)

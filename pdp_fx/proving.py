@@ -32,9 +32,10 @@ from pdp_fx.passes.verify_equivalence import (
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.examples import ExampleCall, Inputs
+from pdp_fx.tracing.modes import asks_mode
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.replacing import ALONE, replaced
-from pdp_fx.tracing.verify import run
+from pdp_fx.tracing.verify import run, tried
 
 logger = logging.getLogger(__name__)
 
@@ -52,24 +53,38 @@ MOST_AMPLIFIED = 1e-6
 """The limit of that: a model that amplifies rounding further cannot be told from one with a wrong index."""
 
 
-def check_unpruned(gm: fx.GraphModule, model: nn.Module, unmasked: Outcome, example: ExampleCall) -> None:
+def check_unpruned(
+    gm: fx.GraphModule, model: nn.Module, unmasked: Outcome | None, example: ExampleCall
+) -> None:
     """Check that masks change nothing before anything is pruned, up to rounding.
+
+    Training mode is looked at if the graph has steps for it, such as writes to weights, which masks might
+    read too early.
 
     Args:
         gm: the prepared model.
         model: the user's, whose state is restored.
-        unmasked: the outcome of the graph in eval mode before masks were inserted.
+        unmasked: the outcome of the graph in eval mode before masks were inserted; None if it is not known.
         example: the call that it is the outcome of.
 
     Raises:
         VerifyError: the outputs differ, or the prepared model fails.
     """
+    if unmasked is not None and not unmasked.is_near(_masked(gm, model, example, False)):
+        raise VerifyError(f"the masked model differs from yours before anything is pruned. {_OURS}")
+    if any(map(asks_mode, gm.graph.nodes)):
+        trained = tried(model, example, True)
+        if isinstance(trained, Outcome) and not trained.is_near(_masked(gm, model, example, True)):
+            raise VerifyError(
+                f"the masked model differs from yours in training mode before anything is pruned. {_OURS}"
+            )
+
+
+def _masked(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
     try:
-        masked = run(gm, example, False, None, model)
+        return run(gm, example, training, None, model)
     except Exception as err:
         raise VerifyError(f"the masked model fails: {type(err).__name__}: {err}. {_OURS}") from err
-    if not unmasked.is_near(masked):
-        raise VerifyError(f"the masked model differs from yours before anything is pruned. {_OURS}")
 
 
 _OURS = "This is a bug of this package; your model is untouched"
@@ -166,6 +181,8 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     deepcopy = Tensor.__deepcopy__
 
     def without_history(tensor: Tensor, memo: Any) -> Any:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            return memo.setdefault(id(tensor), tensor.detach().clone())
         return deepcopy(tensor if tensor.is_leaf else tensor.detach(), memo)
 
     try:

@@ -34,6 +34,7 @@ from pdp_fx.tracing.exact import (
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, example_call
 from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.forgetting import in_mode
+from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import taken_name
@@ -100,6 +101,7 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
         replaced(functional, "_verify_batch_size", _accept),
         unfused_attention(),
         unwritten(model),
+        own_generators(model),
     ):
         with unscripted() as scripts:
             gm = _trace_until_nothing_lasts(model, example, watch)
@@ -261,17 +263,28 @@ def _refuse_one_mode(model: nn.Module) -> None:
 
 
 def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
-    """Refuse what a recording cannot handle: NumPy arrays, nested or sparse tensors, and empty examples.
+    """Refuse what a recording cannot handle, such as NumPy arrays, nested tensors, and sparse parameters.
 
-    A recording identifies tensors by their memory, and the numbers in a NumPy array would become constants.
+    A recording identifies tensors by their memory, and a graph by their names. The numbers in a NumPy array
+    would become constants. Empty examples show nothing.
     """
+    for name, holder in model.named_modules():
+        hidden = next(
+            (key for key in (*holder._parameters.keys(), *holder._buffers.keys()) if "." in key), None
+        )
+        if hidden is not None:
+            raise TraceError(
+                f"{name or 'the model'}, a {type(holder).__name__}, calls one of its parameters {hidden!r}, "
+                "which is the name of no attribute, and so none of a graph; hold them in a ParameterDict"
+            )
     if next(arrays((example.args, example.kwargs)), None) is not None:
         raise TraceError("there is a NumPy array in the example inputs; give it as a tensor")
     given = list(tensors((example.args, example.kwargs)))
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in [*named, *(("an example input", tensor) for tensor in given)]:
+    named = [*model.named_parameters(), *(("an example input", tensor) for tensor in given)]
+    for name, tensor in [*named, *model.named_buffers()]:
         if tensor.is_nested:
             raise TraceError(f"{name} is a nested tensor, which cannot be traced; give it padded")
+    for name, tensor in named:
         if tensor.layout is not torch.strided:
             kind = str(tensor.layout).removeprefix("torch.")
             raise TraceError(f"{name} is stored as {kind}, which cannot be traced; give it as to_dense()")

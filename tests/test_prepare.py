@@ -22,7 +22,7 @@ from pdp_fx import (
 )
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.granularity import Rule
-from pdp_fx.ops.explicit import ExplicitBatchNorm2d, ExplicitConv2d
+from pdp_fx.ops.explicit import ExplicitBatchNorm2d, ExplicitConv2d, ExplicitLinear
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import PREPARE
 from tests.nets import (
@@ -539,6 +539,23 @@ def test_a_mask_that_changes_the_model_before_anything_is_pruned_is_refused(
     ):
         pdp_fx.prepare(model, at_once(rule), x)
     assert torch.equal(model(x), before)
+
+
+def test_a_mask_that_changes_training_mode_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Louder(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            x = super().forward(input)
+            return x * 2 if self.training else x
+
+    forward: Callable[..., Tensor] = ExplicitLinear.forward
+
+    def off(layer: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return forward(layer, *args, **kwargs) * (1.01 if layer.training else 1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Louder(4, 4))
+    monkeypatch.setattr(ExplicitLinear, "forward", off)
+    with pytest.raises(VerifyError, match="in training mode before anything is pruned.*bug of this package"):
+        pdp_fx.prepare(model, at_once(RULES["unstructured"]), torch.randn(3, 4))
 
 
 def test_a_masked_model_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 import torch
@@ -242,3 +243,34 @@ def test_sparse_tensors_are_refused() -> None:
     with pytest.raises(TraceError, match="an example input is stored as sparse_coo"):
         trace(Neighbours(torch.eye(3)), (x, sparse))
     assert trace(Neighbours(torch.eye(3)), x)(x).shape == (3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta")
+def test_sparse_buffers_are_read_as_they_are() -> None:
+    class Heads(nn.Linear):
+        def __init__(self, layout: torch.layout) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("heads", torch.eye(3).to_sparse(layout=layout), persistent=False)
+
+        def forward(self, input: Tensor) -> Tensor:
+            x = super().forward(input)
+            return torch.sparse.mm(self.heads, x) if self.training else x
+
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        exact(Heads(layout), torch.randn(3, 4))
+
+
+class Dotted(nn.Module):
+    """Holds a parameter by a name that is no attribute's, as containers of nested parameters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters["nested.scale"] = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * cast(Tensor, self._parameters["nested.scale"])
+
+
+def test_parameters_that_no_attribute_holds_are_refused() -> None:
+    with pytest.raises(TraceError, match="0, a Dotted, calls one of its parameters 'nested.scale'"):
+        trace(nn.Sequential(Dotted()), torch.randn(3, 4))

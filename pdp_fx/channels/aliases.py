@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pdp_fx.channels.labels import Layer, Reason
 from pdp_fx.channels.record import Call
-from pdp_fx.tracing.structure import flat_tensors
+from pdp_fx.tracing.structure import flat_tensors, memory_of
 
 OVERWRITTEN = (
     "it is written to in place through a view",
@@ -54,12 +54,12 @@ class Aliases:
 
     def add(self, tensor: Tensor) -> None:
         """Note that a tensor has labels."""
-        storage = tensor.untyped_storage()._cdata
+        storage = memory_of(tensor)._cdata
         self._sharing.setdefault(storage, []).append(TensorWeakRef(tensor))
 
     def shared(self, tensor: Tensor) -> bool:
         """Whether another labelled tensor lies in the same memory."""
-        sharing = (ref() for ref in self._sharing.get(tensor.untyped_storage()._cdata, ()))
+        sharing = (ref() for ref in self._sharing.get(memory_of(tensor)._cdata, ()))
         return any(other is not None and other is not tensor for other in sharing)
 
     def lost(self, tensor: Tensor) -> Sequence[Lost]:
@@ -73,7 +73,7 @@ class Aliases:
     def writes(self, call: Call, layers: Callable[[Tensor], tuple[Layer, ...]]) -> Iterator[Write]:
         """The in-place writes of a call to memory that other labelled tensors share."""
         for written in written_by(call):
-            sharing = [ref() for ref in self._sharing.get(written.untyped_storage()._cdata, ())]
+            sharing = [ref() for ref in self._sharing.get(memory_of(written)._cdata, ())]
             known = [tensor for tensor in sharing if tensor is not None and tensor is not written]
             aliases = overlapping(written, known)
             if aliases:

@@ -21,7 +21,7 @@ from pdp_fx.channels.in_place import fills_with_zero, out_of_place
 from pdp_fx.channels.labels import Layer, Reason, Slot, is_between_others, origins, shaped
 from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized, StandIn
 from pdp_fx.channels.stored import Stored
-from pdp_fx.tracing.structure import flat_tensors
+from pdp_fx.tracing.structure import flat_tensors, memory_of
 
 aten = torch.ops.aten
 
@@ -142,9 +142,9 @@ class LabelFlow(TorchDispatchMode):
 
     def _keep_gapped(self, call: Call) -> None:
         """Freeze the channels of a view with gaps if its memory is written to, which a copy would not see."""
-        written = {tensor.untyped_storage()._cdata for tensor in written_by(call)} if self._gapped else ()
+        written = {memory_of(tensor)._cdata for tensor in written_by(call)} if self._gapped else ()
         for view, ids in self._gapped:
-            if view.untyped_storage()._cdata in written:
+            if memory_of(view)._cdata in written:
                 self.freeze(ids, *OVERWRITTEN)
 
     def _follow_write(self, write: Write, call: Call) -> None:
@@ -203,7 +203,7 @@ class LabelFlow(TorchDispatchMode):
         return not any(np.isin(mine, ids).any() for ids, _ in self.record.ties.frozen)
 
     def layers(self, tensor: Tensor) -> tuple[Layer, ...]:
-        """The label layers of ``tensor``; a parameter or buffer gets its own on first sight."""
+        """The label layers of ``tensor``; a dense parameter or buffer gets its own on first sight."""
         for ids, reason in self._aliases.lost(tensor):
             for each in ids:
                 self.record.ties.freeze(each, reason)
@@ -213,7 +213,7 @@ class LabelFlow(TorchDispatchMode):
         found = self._layers.get(tensor)
         if found is None:
             name = self.stored.name(tensor)
-            found = self._label_stored(name, tensor) if name else ()
+            found = self._label_stored(name, tensor) if name and tensor.layout is torch.strided else ()
             self._know(tensor, found)
         return found
 

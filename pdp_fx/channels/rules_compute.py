@@ -227,6 +227,13 @@ def addmm(call: Call, flow: LabelFlow) -> None:
     _multiply(call, (call.args[1], call.args[2]), call.args[0], flow)
 
 
+@rule(aten._sparse_addmm)
+def sparse_addmm(call: Call, flow: LabelFlow) -> None:
+    """A product of a sparse and a dense matrix, which `torch.sparse.mm` adds to no times an empty matrix."""
+    added = call.args[0] if call.argument(3, "beta", 1) else None
+    _multiply(call, (call.args[1], call.args[2]), added, flow)
+
+
 def _multiply(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None, flow: LabelFlow) -> None:
     """Contract the columns of the left operand with the rows of the right one."""
     left, right = operands
@@ -248,9 +255,12 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None,
 def count_product(
     left: Tensor, right: Tensor, read: tuple[Layer | None, Layer | None], flow: LabelFlow
 ) -> None:
-    """Count a product, of stacks of matrices too, if one operand is stored; ``read`` is what each reads."""
+    """Count a product, of stacks of matrices too, if an operand is stored and dense.
+
+    ``read`` is what each operand reads.
+    """
     for weight, other, axis, inputs in ((right, left, -2, read[0]), (left, right, -1, read[1])):
-        if weight in flow.stored:
+        if weight in flow.stored and weight.layout is torch.strided:
             positions = other.numel() // max(weight.shape[axis], 1)
             flow.contract(weight, other, positions, None if inputs is None else inputs.ids.reshape(-1))
             return

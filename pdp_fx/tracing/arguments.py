@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from pdp_fx.tracing.generators import is_own
 from pdp_fx.tracing.objects import Build, Fill, Held
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.sizes import Live, Session, plain, value_of
@@ -62,6 +63,8 @@ class Arguments:
         if self._origins.is_kept(arg) and not any(
             isinstance(leaf, torch.Tensor | Live) for leaf in tensors_and_numbers(arg)
         ):
+            return Expr(Held(arg), ())
+        if isinstance(arg, torch.Generator) and is_own(arg):
             return Expr(Held(arg), ())
         if is_remade(arg):
             return _record(arg, self.encode)

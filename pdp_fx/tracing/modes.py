@@ -39,6 +39,11 @@ class When:
         return self.function(*args, **kwargs)
 
 
+def asks_mode(node: fx.Node) -> bool:
+    """Whether ``node`` reads whether a module is in training mode."""
+    return node.target is getattr and str(node.args[1]) == "training"
+
+
 def function_of(node: fx.Node) -> Any:
     """The target of ``node``, be it called in one mode only."""
     return node.target.function if isinstance(node.target, When) else node.target

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from pdp_fx.tracing.preserve import OF_TORCH
 from pdp_fx.tracing.steps import (
     Attribute,
     Constant,
@@ -25,7 +24,7 @@ from pdp_fx.tracing.steps import (
     is_ragged,
     root,
 )
-from pdp_fx.tracing.structure import BASE_TYPES, children, has_tensors, objects, tensors
+from pdp_fx.tracing.structure import BASE_TYPES, OF_TORCH, children, has_tensors, objects, tensors
 from pdp_fx.tracing.watch import Watch, storage_of
 
 

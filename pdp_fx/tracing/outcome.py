@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdp_fx.tracing.preserve import generator_states
-from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.generators import random_state
+from pdp_fx.tracing.structure import are_equal, tensors
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,13 @@ class Outcome:
         kind: the type of what the model returned.
         results: the tensors in it.
         buffers: the buffers afterwards, by name.
-        generator: the state of torch's random number generator afterwards.
-        other_generators: the states of Python's and numpy's.
+        generators: the states of all random number generators afterwards.
     """
 
     kind: type
     results: tuple[torch.Tensor, ...]
     buffers: Mapping[str, torch.Tensor]
-    generator: torch.Tensor
-    other_generators: tuple[Any, ...]
+    generators: tuple[Any, ...]
 
     def is_near(self, other: "Outcome") -> bool:
         """Whether another run's results differ by at most 1000 roundings, relative to the output's scale."""
@@ -65,22 +63,14 @@ class Outcome:
         for name, buffer in self.buffers.items():
             if name not in other.buffers or not _identical(buffer, other.buffers[name]):
                 return f"leaves another value in the buffer {name}"
-        same = self.other_generators == other.other_generators and torch.equal(
-            self.generator, other.generator
-        )
-        return "" if same else "draws other random numbers"
+        return "" if self.generators == other.generators else "draws other random numbers"
 
 
 def outcome(model: nn.Module, output: Any) -> Outcome:
     """The outcome of a run of ``model`` that has just ended and returned ``output``."""
     results = tuple(tensor.detach().clone() for tensor in tensors(output))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Outcome(type(output), results, buffers, torch.get_rng_state(), generator_states())
-
-
-def random_state() -> tuple[Any, ...]:
-    """The states of all random number generators, in a form that can be compared."""
-    return torch.get_rng_state().numpy().tobytes(), generator_states()
+    return Outcome(type(output), results, buffers, random_state())
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -96,6 +86,6 @@ def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if one.is_floating_point() or one.is_complex():
+    if one.layout is torch.strided and (one.is_floating_point() or one.is_complex()):
         return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-    return torch.equal(one, other)
+    return are_equal(one, other)

@@ -2,20 +2,21 @@
 
 A forward pass may update BatchNorm statistics, draw random numbers, fill caches and set attributes. All of
 that is put back, whether or not the run succeeds: training flags, attributes, the contents of buffers and of
-plain lists and dicts that modules hold, and the random number generators of torch, Python and numpy.
+plain lists and dicts that modules hold, and the random number generators (`generators`).
 """
 
 import operator
-import random
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+
+from pdp_fx.tracing.generators import generators_restored
+from pdp_fx.tracing.structure import OF_TORCH, are_equal
 
 # Hooks are in an OrderedDict, caches in anything.
 _CONTAINERS = (dict, list, set, deque)
@@ -50,24 +51,20 @@ Changes = dict[nn.Module, list[str]]
 _CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
 """Those of the innermost `noting_changes` block."""
 
-OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has; none of them is what a forward keeps for its next call."""
-
 
 @contextmanager
 def preserved(*models: nn.Module) -> Generator[None, None, None]:
     """Restore the models and the random number generators at the end, also after an error."""
     modules = {id(module): module for model in models for module in model.modules()}
     saved = [_Saved(module) for module in modules.values()]
-    generators = (*torch_generators(), random.getstate(), np.random.get_state())
-    try:
-        yield
-    finally:
-        for item in saved:
-            item.restore()
-        if (parameters := _PARAMETERS.get()) is not None:
-            parameters.put_back()
-        _set_generators(generators)
+    with generators_restored():
+        try:
+            yield
+        finally:
+            for item in saved:
+                item.restore()
+            if (parameters := _PARAMETERS.get()) is not None:
+                parameters.put_back()
 
 
 @contextmanager
@@ -185,7 +182,7 @@ def _identical(container: Any, content: Any) -> bool:
 
 def _put_back(values: Values) -> Values:
     """Restore the tensors whose values have changed, and return these."""
-    changed = [pair for pair in values if pair[0].shape != pair[1].shape or not torch.equal(*pair)]
+    changed = [pair for pair in values if not are_equal(*pair)]
     with torch.no_grad():
         for tensor, value in changed:
             if tensor.shape == value.shape:
@@ -193,22 +190,3 @@ def _put_back(values: Values) -> Values:
             else:
                 tensor.data = value.clone()
     return changed
-
-
-def torch_generators() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The states of torch's generators: that of the CPU, and those of the CUDA devices if they are in use."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
-    random.setstate(states[2])
-    np.random.set_state(states[3])
-
-
-def generator_states() -> tuple[Any, ...]:
-    """The states of Python's and numpy's generators, comparable by `==`."""
-    name, keys, *rest = np.random.get_state()
-    return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)

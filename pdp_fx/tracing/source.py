@@ -1,5 +1,6 @@
 """Where a node comes from: the line of the user's code that made it."""
 
+import contextlib
 import os
 import sys
 import traceback
@@ -10,7 +11,8 @@ from typing import TypeVar
 
 import torch
 
-_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _OURS + os.sep, contextlib.__file__)
 
 
 _RUNNERS: set[CodeType] = set()
@@ -27,7 +29,7 @@ def runs_model(function: Function) -> Function:
 
 @cache
 def is_users(filename: str) -> bool:
-    """Whether a file of code is neither torch's nor of pdp_fx nor a part of Python that has no file.
+    """Whether a file of code is no file of torch, pdp_fx, `contextlib`, or a part of Python that has none.
 
     What was typed into a notebook or a prompt has no file either, but a name such as `<ipython-input-1>`.
     """

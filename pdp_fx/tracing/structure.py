@@ -27,6 +27,9 @@ BASE_TYPES = (
     torch._ops.OpOverload,
 )
 
+OF_TORCH = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has; none of them is what a forward keeps for its next call."""
+
 
 def is_namedtuple(value: object) -> bool:
     """Whether a value is an instance of a `collections.namedtuple` class."""
@@ -137,6 +140,29 @@ def flat_tensors(arguments: Any) -> list[torch.Tensor]:
     if not isinstance(arguments, list | tuple):
         return []
     return [tensor for part in arguments for tensor in flat_tensors(part)]
+
+
+def in_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that a tensor is stored as: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.values(), tensor.crow_indices(), tensor.col_indices()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.values(), tensor.ccol_indices(), tensor.row_indices()
+    return (tensor,)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor, or of the values of a sparse one."""
+    return in_memory(tensor)[0].untyped_storage()
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal`, of sparse tensors, too."""
+    parts, others = in_memory(one), in_memory(other)
+    same = one.layout is other.layout and one.shape == other.shape
+    return same and all(map(torch.equal, parts, others))
 
 
 def has_tensors(value: Any) -> bool:

@@ -17,9 +17,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pdp_fx.tracing.preserve import generator_states
+from pdp_fx.tracing.generators import other_generators, torch_generators
 from pdp_fx.tracing.steps import UnrecordableError
-from pdp_fx.tracing.structure import flat_tensors
+from pdp_fx.tracing.structure import flat_tensors, memory_of
 
 # Custom operators carry no tags; these are known to give sizes that follow from the sizes of their arguments.
 _REGULAR_CUSTOM = frozenset(
@@ -55,7 +55,7 @@ class Watch(TorchDispatchMode):
         self.updates = False
         self.touched: set[int] = set()
         self._ragged = WeakTensorKeyDictionary()
-        self._generators = generator_states()
+        self._generators = other_generators()
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
         # While a weak reference to a storage exists, its address is not reused for another one.
         self._ours: dict[int, StorageWeakRef] = {}
@@ -67,7 +67,7 @@ class Watch(TorchDispatchMode):
         """Note that the storage of a tensor belongs to this run."""
         storage = storage_of(tensor)
         if storage not in self._ours:
-            self._ours[storage] = StorageWeakRef(tensor.untyped_storage())
+            self._ours[storage] = StorageWeakRef(memory_of(tensor))
 
     def owned(self) -> frozenset[int]:
         """The storages of the model and of all that this run has made so far."""
@@ -90,20 +90,20 @@ class Watch(TorchDispatchMode):
 
     def has_drawn_outside(self) -> bool:
         """Whether traced code drew random numbers from Python's or numpy's generator."""
-        return generator_states() != self._generators
+        return other_generators() != self._generators
 
     def allow_drawn(self) -> None:
         """Forget random numbers drawn so far: code that is kept whole drew them and will draw them again."""
-        self._generators = generator_states()
+        self._generators = other_generators()
 
     @contextmanager
     def watching(self) -> Generator["Watch", None, None]:
         """Watch one call; afterwards the attributes describe it."""
         self.random = self.ragged = self.read_numbers = self.read_weights = self.updates = False
         self.touched = set()
-        state = torch.default_generator.get_state()
+        states = torch_generators()
         yield self
-        self.random = self.random or _has_moved(state)
+        self.random = self.random or _have_moved(states)
 
     def __torch_dispatch__(
         self,
@@ -144,10 +144,10 @@ class Watch(TorchDispatchMode):
                     self._ragged[tensor] = True
 
 
-def _has_moved(state: torch.Tensor) -> bool:
-    """Whether torch's generator has drawn since; asked without anybody listening."""
+def _have_moved(states: tuple[torch.Tensor, ...]) -> bool:
+    """Whether torch's generators have drawn since; asked without anybody listening."""
     with torch._C.DisableTorchFunction(), no_dispatch():
-        return not torch.equal(state, torch.default_generator.get_state())
+        return not all(map(torch.equal, states, torch_generators()))
 
 
 def _updates(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
@@ -169,8 +169,8 @@ def _on_accelerator(result: Any) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The identity of the memory of a tensor."""
+    """The identity of the memory of a tensor, or of the values of a sparse one."""
     try:
-        return tensor.untyped_storage()._cdata
+        return memory_of(tensor)._cdata
     except NotImplementedError as err:
         raise UnrecordableError("uses a tensor without memory of its own, as torch.vmap makes them") from err

@@ -16,6 +16,7 @@ from pdp_fx.channels.record import StandIn
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.tracing.functions import acts_in_place
 from pdp_fx.tracing.modes import When
+from pdp_fx.tracing.structure import are_equal
 from pdp_fx.tracing.watch import storage_of
 from pdp_fx.weights.sources import asks_kind, computed_with, sources_of, stored_nodes, value_of
 from pdp_fx.weights.writes import idle_in_eval, memory_written
@@ -61,7 +62,7 @@ class Standing:
         if any(asks_kind(node) and node.args[0] not in sources for node in sources):
             return None  # A stored value does not follow the data's dtype.
         value = value_of(self._gm, weight)
-        if not torch.equal(value, value_of(self._gm, weight)):
+        if not are_equal(value, value_of(self._gm, weight)):
             return None  # It depends on random numbers, so no stored value is right.
         read = {name: tensor for node in sources for name, tensor in self._read_by(node).items()}
         if not self._moves(weight, {storage_of(tensor) for tensor in read.values()}):

@@ -10,7 +10,7 @@ from torch import fx, nn
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.interpreting import Interpreter
-from pdp_fx.tracing.modes import When, called_module
+from pdp_fx.tracing.modes import When, asks_mode, called_module
 from pdp_fx.tracing.steps import LAYOUT
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.watch import storage_of
@@ -47,7 +47,7 @@ def read_to_write(graph: fx.Graph, written: Writes, trains: set[fx.Node]) -> set
 
 def _only_trains(node: fx.Node) -> bool:
     flag: Any = node.args[0] if isinstance(node.target, When) else None
-    return isinstance(flag, fx.Node) and flag.target is getattr and str(flag.args[1]) == "training"
+    return isinstance(flag, fx.Node) and asks_mode(flag)
 
 
 def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> Writes:
@@ -109,9 +109,14 @@ def read_before_written(
     return found
 
 
+def reads_layout(node: fx.Node) -> bool:
+    """Whether a node reads only the shape, type or the like of its operands."""
+    return node.target is getattr or node.target in LAYOUT
+
+
 def _used_by(gm: fx.GraphModule, node: fx.Node, names: Mapping[int, str], stored: set[fx.Node]) -> set[str]:
     """The parameters that a node reads directly; one without gradients counts only if the node is stored."""
-    if node.target is getattr or node.target in LAYOUT:
+    if reads_layout(node):
         return set()
     called = called_module(node)
     inside = [] if called is None else [*gm.get_submodule(called).parameters()]

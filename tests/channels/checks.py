@@ -17,7 +17,7 @@ from pdp_fx.planning import parameters_of
 from pdp_fx.pruner import Pruner, find
 from pdp_fx.spec import Allocation
 from pdp_fx.tracing.examples import ExampleCall
-from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.structure import are_equal, tensors
 
 ROUNDING = 1e-14
 """What another order of additions does to a float64 output, as when a matrix lies elsewhere in memory."""
@@ -99,7 +99,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 def assert_same_state(model: nn.Module, before: dict[str, Tensor], when: str) -> None:
     now = model.state_dict()
     assert list(now) == list(before), f"{when} changed the names of the user's parameters"
-    changed = [name for name in before if not torch.equal(now[name], before[name])]
+    changed = [name for name in before if not are_equal(now[name], before[name])]
     assert not changed, f"{when} changed {changed}"
 
 

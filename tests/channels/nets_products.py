@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.channels.construct import Construct, sequences
+from tests.channels.construct import Construct, sequences, vectors
 
 WIDTH, SIZE, FEATURES, TARGETS = 6, 8, 3, 5
 
@@ -84,7 +84,38 @@ class MadeKeys(nn.Module):
         return self.out(F.scaled_dot_product_attention(self.query(x), key, value, scale=0.5))
 
 
+class SumsOverNeighbours(nn.Module):
+    """A graph network sums over the neighbours of nodes, whose adjacency matrix is stored sparsely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, SIZE), nn.Linear(SIZE, WIDTH)
+        joined = torch.eye(TARGETS, dtype=torch.float64).roll(1, 0) + torch.eye(TARGETS)
+        self.register_buffer("joined", joined.to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.joined, self.out(torch.relu(self.joined @ self.inner(x))))
+
+
+class SparseMixture(nn.Module):
+    """A sparse matrix mixes channels, so that they stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, SIZE), nn.Linear(SIZE, WIDTH)
+        self.register_buffer("mixing", torch.eye(SIZE, dtype=torch.float64).roll(1, 0).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.sparse.mm(self.mixing, self.inner(x).t()).t())
+
+
+def _nodes(batch: int) -> tuple[Tensor]:
+    return (torch.randn(TARGETS, WIDTH, dtype=torch.float64),)
+
+
 PRODUCTS: tuple[Construct, ...] = (
+    Construct(SumsOverNeighbours, _nodes, removed=4, batches=False),
+    Construct(SparseMixture, vectors(), reason="contracted with values that have no channels"),
     Construct(DotsOfFeatures, sequences(), removed=12),
     Construct(DotsOfNumberedFeatures, sequences(), removed=12),
     Construct(MadeLayer, sequences(), removed=28),
