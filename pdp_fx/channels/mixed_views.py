@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise, takewhile
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
-from pdp_fx.channels.labels import compress
+from pdp_fx.channels.labels import Layer, compress
 from pdp_fx.channels.lone_axes import lone_axes
 from pdp_fx.channels.record import Labelled, Record
 from pdp_fx.tracing.functions import NUMBER_HOMES
@@ -46,7 +46,7 @@ def mixed_axes(given: tuple[Any, ...], source: fx.Node, value: Labelled, record:
     cuts = sorted({*_cuts(shape), *_cuts(sizes)})
     aligned = all(outer % inner == 0 for inner, outer in pairwise(cuts))
     cuts = cuts if aligned else _cuts(sizes)
-    spread = [_changes(layer.ids.expand(shape), cuts) for layer in layers]
+    spread = [_changes(layer, shape, cuts, aligned) for layer in layers]
     labelled = frozenset[int]().union(*spread)
     view = _View(given, sizes, shape, cuts, aligned, labelled, _kept(given, source, len(shape)), record)
     mixed = [atoms for atoms in map(view.atoms, view.following) if not aligned or atoms <= view.labelled]
@@ -170,12 +170,15 @@ def _cuts(shape: Shape) -> list[int]:
     return list(accumulate(reversed(shape), lambda inner, size: inner * size, initial=1))
 
 
-def _changes(labels: Tensor, cuts: list[int]) -> Atoms:
-    """The atoms along which labels change."""
-    shape = [outer // inner for inner, outer in pairwise(cuts)]
-    laid_out = labels.reshape(shape[::-1])
+def _changes(layer: Layer, shape: Shape, cuts: list[int], aligned: bool) -> Atoms:
+    """The atoms along which labels change; those whole in ``shape`` are looked for along its axes that do."""
+    behind = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    along = [range(behind[axis], behind[axis] * shape[axis]) for axis in layer.support]
+    atoms = [atom for atom in pairwise(cuts) if not aligned or any(atom[0] in axis for axis in along)]
+    labels = layer.ids if aligned else layer.ids.expand(shape)
+    laid_out = labels.reshape([outer // inner for inner, outer in reversed(atoms)])
     ids, _ = compress(laid_out, laid_out)
-    return frozenset(cut for cut, size in zip(cuts, reversed(ids.shape), strict=False) if size > 1)
+    return frozenset(inner for (inner, _), size in zip(atoms, reversed(ids.shape), strict=True) if size > 1)
 
 
 def _grown(size: Any, record: Record) -> Any:

@@ -95,7 +95,10 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
 
 
 def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording | None:
-    """One mode recorded; None if a branch that is recorded both ways does more than its kind may."""
+    """One mode recorded; None if a branch that is recorded both ways does more than its kind may.
+
+    Only training may skip steps at random; in eval mode a branch on random numbers must decide nothing.
+    """
 
     def again(answers: Answers | None) -> Recording:
         return forgetting(
@@ -113,7 +116,9 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
     except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
         _log.info("fails where branches are not taken: %s", err)
         return None
-    return with_choices(recording, again) if recording.draws else recording
+    found = with_choices(recording, again) if recording.draws else recording
+    skips = found is not None and any(step.skipped for step in found.steps)
+    return None if skips and not training else found
 
 
 def _told_of_empty(

@@ -36,7 +36,7 @@ def record(
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or
             method.
     """
-    recorder = Recorder(model, findings, answers, draws=model.training, empty=empty)
+    recorder = Recorder(model, findings, answers, empty)
     try:
         call = bind(recorder, model, example)
         with listening(recorder):

@@ -69,7 +69,6 @@ class Recorder:
         model: the model that runs.
         findings: what is known of the model, such as the parts to keep whole.
         answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
-        draws: whether branches on random numbers alone are among them.
         empty: the selections, by number from 1, that count as empty where the model branches on that.
     """
 
@@ -78,7 +77,6 @@ class Recorder:
         model: nn.Module,
         findings: Findings,
         answers: Callable[[int], bool] | None = None,
-        draws: bool = False,
         empty: Container[int] = (),
     ) -> None:
         self.model = model
@@ -98,7 +96,6 @@ class Recorder:
         self.parts = Parts()
         self.draws: list[Draw] = []
         self._answers = answers
-        self._follows_draws = draws
         self._empty = empty
         self._asked: list[Asked] = []
         self._calls: Counter[str] = Counter()
@@ -128,6 +125,8 @@ class Recorder:
         kwargs = functions.without_hints(name, args, functions.in_own_names(function, kwargs))
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._by_tensors(args[1]), *args[2:])
+        elif name == "new_tensor":
+            args = (args[0], *map(self._as_list, args[1:]))
         op, target, shown = functions.in_graph_form(function, args, kwargs)
         try:
             step = self.step(op, target, shown, kwargs)
@@ -316,7 +315,7 @@ class Recorder:
         if self._answers is None or self.inside:
             return None
         repairs = frame is not None and asks_finite(value) and only_assigns(frame)
-        if not repairs and not (self._follows_draws and is_drawn(value)):
+        if not repairs and not is_drawn(value):
             return None
         known = next((number for number, draw in enumerate(self.draws) if draw.value is value), None)
         if known is None:
@@ -360,6 +359,13 @@ class Recorder:
             table = torch.from_numpy(index.copy())
         self.origins.constant(table)
         return table
+
+    def _as_list(self, data: Any) -> Any:
+        """Numbers for a new tensor, which become constants: a list in the place of NumPy's array."""
+        if type(data) is not np.ndarray:
+            return data
+        self.check_drawn()
+        return data.tolist()
 
     def step(self, op: str, target: Any, args: Args, kwargs: Mapping[str, Any]) -> Step:
         """A step with its arguments encoded as values; it is not yet part of the recording."""

@@ -44,18 +44,22 @@ def _is_wrong_beside(gm: fx.GraphModule, model: nn.Module, example: ExampleCall,
 def _first_verdict(gm: fx.GraphModule, model: nn.Module, calls: Iterable[ExampleCall]) -> bool | None:
     """Whether the graph is wrong on the first of these calls that the model takes; None if it takes none."""
     for other in calls:
-        wanted = {training: tried(model, other, training) for training in MODES}
-        if any(isinstance(outcome, Exception) for outcome in wanted.values()):
-            continue
-        return any(_is_wrong(gm, model, other, training, outcome) for training, outcome in wanted.items())
+        wanted: dict[bool, Outcome] = {}
+        for training in MODES:
+            outcome = tried(model, other, training)
+            if isinstance(outcome, Exception):
+                break
+            wanted[training] = outcome
+        else:
+            return any(_is_wrong(gm, model, other, training, outcome) for training, outcome in wanted.items())
     return None
 
 
 def _is_wrong(
-    gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool, wanted: Outcome | Exception
+    gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool, wanted: Outcome
 ) -> bool:
     got = tried(gm, other, training, model)
-    if isinstance(got, Exception) or isinstance(wanted, Exception) or wanted.is_near(got):
+    if isinstance(got, Exception) or wanted.is_near(got):
         return False
     _log.warning("the graph is held to its sizes; at another it %s", wanted.difference(got))
     return True

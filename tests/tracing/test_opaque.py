@@ -218,7 +218,7 @@ class Skips(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if random.random() < 0.5 or not self.training:
+            if random.randint(0, 1) or not self.training:
                 x = layer(x)
         return x
 

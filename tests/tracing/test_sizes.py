@@ -14,7 +14,7 @@ from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.steps import Attribute
-from tests.tracing.checks import exact, targets
+from tests.tracing.checks import exact, opaque, targets
 
 
 class Windows(nn.Module):
@@ -138,6 +138,21 @@ class Shuffled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, np.random.permutation(x.shape[1])]
+
+
+def test_numbers_of_numpy_are_added_as_constants() -> None:
+    """Each field of a table has places of its own, as in recommenders."""
+
+    class Fields(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.first = nn.Embedding(9, 4), np.array((0, 3, 6), dtype=np.int64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x + x.new_tensor(self.first).unsqueeze(0))
+
+    gm = exact(Fields(), torch.randint(3, (2, 3)), torch.randint(3, (5, 3)))
+    assert not opaque(gm)
 
 
 def test_places_that_numpy_draws_are_refused() -> None:

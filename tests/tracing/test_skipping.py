@@ -202,6 +202,14 @@ class Skips(nn.Module):
                 z = y * 1.5
         return z * 2 if y.shape[0] > 2 else z
 
+    def unless_it_trains(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if random.random() > 0.4 or not self.training:
+            return layer(x)
+        return x
+
+    def in_both_modes(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return x if torch.rand([]) < 0.4 else layer(x)
+
     def always_one(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         if self.training and torch.rand([]) < 0.4:
             return x
@@ -210,12 +218,19 @@ class Skips(nn.Module):
 
 FOLLOWED = (
     *("dropped", "survives", "rarer_with_depth", "in_place", "without_a_module", "listed", "twice"),
-    *("before_the_branch", "drawn_always", "by_python", "by_numpy", "by_name_in_both_modes"),
+    *(
+        "before_the_branch",
+        "drawn_always",
+        "by_python",
+        "by_numpy",
+        "by_name_in_both_modes",
+        "unless_it_trains",
+    ),
 )
 KEPT_FOR_DRAWS = ("by_both", "by_an_index", "by_a_choice", "of_several", "drawn_before")
 KEPT_WHOLE = (
     *("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one", "counted"),
-    *("never_two", "not_all", "by_chance_again", "refuses", "checked", "checked_inside"),
+    *("never_two", "not_all", "by_chance_again", "refuses", "checked", "checked_inside", "in_both_modes"),
 )
 
 
