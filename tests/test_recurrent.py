@@ -1,6 +1,7 @@
-"""Recurrent modules: their matrices are pruned one by one and N:M; what they read goes, their states stay."""
+"""Recurrent modules: their matrices are pruned one by one and N:M; what they read and their states go."""
 
 import copy
+from typing import cast
 
 import pytest
 import torch
@@ -124,13 +125,14 @@ def test_features_that_a_recurrent_module_reads_are_removed(name: str, act: nn.M
     model, x = Translated(copy.deepcopy(KINDS[name]), act), torch.randn(2, 5, 6)
     model(x)
     model, x = model.double(), x.double()
-    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), x)
+    spec = PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE, allocation="uniform")
+    prepared = pdp_fx.prepare(model, spec, x)
     pdp_fx.step(prepared)
     train(prepared, [(x,)])
     small = check_converted(model, prepared.eval(), [(x,), (torch.randn(3, 7, 6, dtype=x.dtype),)])
-    inner = small.get_submodule("inner")
+    inner, before = (cast(nn.RNNBase, each.get_submodule("inner")) for each in (small, model))
     assert (inner.input_size, inner.get_parameter("weight_ih_l0").shape[1]) == (4, 4)
-    assert any("has sizes of its own" in kept.why for kept in pdp_fx.explain(prepared).kept)
+    assert (2 * inner.hidden_size, 2 * inner.proj_size) == (before.hidden_size, before.proj_size)
 
 
 def test_an_lstm_is_looked_into_where_torch_computes_it_as_one() -> None:
@@ -165,8 +167,8 @@ def test_features_that_cells_read_are_removed() -> None:
     torch.manual_seed(0)
     model, x = CellsOfFeatures().double(), torch.randn(2, 3, 6, dtype=torch.float64)
     _, left = check(model, x, Channels(ratio=0.5))
-    assert (left["before.weight"].shape, left["start.weight"].shape) == ((4, 6), (4, 6))
-    assert left["cell.weight_ih"].shape == (12, 4)
+    assert (left["before.weight"].shape, left["start.weight"].shape) == ((4, 6), (2, 6))
+    assert (left["cell.weight_ih"].shape, left["cell.weight_hh"].shape) == ((6, 4), (6, 2))
 
 
 class OneStep(nn.Module):
@@ -185,20 +187,185 @@ class OneStep(nn.Module):
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell(8, 4), nn.GRUCell(8, 4), nn.RNNCell(8, 4)], ids=repr)
-def test_the_state_of_a_single_step_stays(cell: nn.Module) -> None:
+def test_the_state_of_a_single_step_goes(cell: nn.Module) -> None:
     torch.manual_seed(0)
     model, x = OneStep(copy.deepcopy(cell)).double(), torch.randn(2, 6, dtype=torch.float64)
     _, left = check(model, x, Channels(ratio=0.5))
-    assert (left["before.weight"].shape, left["start.weight"].shape) == ((4, 6), (4, 6))
-    assert left["cell.weight_hh"].shape == model.get_parameter("cell.weight_hh").shape
+    assert (left["before.weight"].shape, left["start.weight"].shape) == ((4, 6), (2, 6))
+    assert left["cell.weight_hh"].numel() == model.get_parameter("cell.weight_hh").numel() // 4
 
 
-class FromItsFeatures(Translated):
-    """The first state is the first token's features: they stay, as all states do."""
+class Hidden(nn.Module):
+    """A recurrent module of 8 states; subclasses show what is done with them."""
+
+    inner: nn.Module
+    width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = self.make(), nn.Linear(self.width, 3)
+
+    def make(self) -> nn.Module:
+        return nn.LSTM(6, 8, batch_first=True)
+
+
+class FromZeros(Hidden):
+    """The model makes the first states."""
 
     def forward(self, x: Tensor) -> Tensor:
-        features = self.act(self.before(x))
+        first = torch.zeros(1, x.shape[0], 8, dtype=x.dtype), x.new_zeros(1, x.shape[0], 8)
+        return self.head(self.inner(x, first)[0])
+
+
+class FromLearned(Hidden):
+    """The first states are parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ParameterList(nn.Parameter(torch.randn(1, 1, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = self.first
+        return self.head(self.inner(x, (h.expand(1, x.shape[0], 8).contiguous(), c.repeat(1, len(x), 1)))[0])
+
+
+class FromItsFeatures(Hidden):
+    """The first state is made of the first token's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 8)
+
+    def make(self) -> nn.Module:
+        return nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.before(x).relu()
         return self.head(self.inner(features, features[:, 0][None].contiguous())[0])
+
+
+class Decoded(Hidden):
+    """The states of one are the first of the other, which then reads what it has said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.LSTM(3, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        said, state = x[:, :1, :3], self.inner(x)[1]
+        spoken: list[Tensor] = []
+        for _ in range(3):
+            state_of_token, state = self.decoder(said, state)
+            said = self.head(state_of_token)
+            spoken.append(said)
+        return torch.cat(spoken, 1)
+
+
+class BothWays(Hidden):
+    """The last states of two directions are joined, by how many layers there are."""
+
+    width = 16
+
+    def make(self) -> nn.Module:
+        return nn.LSTM(6, 8, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.inner(x)[1][0].view(2, 2, x.shape[0], 8)[-1]
+        return self.head(last.transpose(0, 1).reshape(x.shape[0], -1))
+
+
+class SumOfWays(BothWays):
+    """The directions are added, by their width."""
+
+    width = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.inner(x)[0]
+        return self.head(states[..., :8] + states[..., 8:])
+
+
+class LastOfPacked(Hidden):
+    """Sequences of several lengths; the last states go on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((x.shape[0],), 3)
+        return self.head(self.inner(pack_padded_sequence(x, lengths, batch_first=True))[1][0][-1])
+
+
+class Attended(Hidden):
+    """The last state chooses among the others, which a residual stream takes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, (last, _) = self.inner(x)
+        weights = torch.softmax(torch.bmm(states, last[-1][..., None]), 1)
+        return self.head((weights * states).sum(1) + self.skip(x).mean(1))
+
+
+class CellByCell(Hidden):
+    """Two cells in a loop over time, the second without a first state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.GRUCell(8, 8)
+
+    def make(self) -> nn.Module:
+        return nn.LSTMCell(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c, last = x.new_zeros(x.shape[0], 8), x.new_zeros(x.shape[0], 8), None
+        for token in x.unbind(1):
+            h, c = self.inner(token, (h, c))
+            last = self.outer(h, last)
+        return self.head(last)
+
+
+STATES = (
+    *(FromZeros, FromLearned, FromItsFeatures, Decoded, BothWays, SumOfWays, LastOfPacked, Attended),
+    CellByCell,
+)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_are_removed(kind: type[Hidden]) -> None:
+    torch.manual_seed(0)
+    model, x = kind().double(), torch.randn(2, 5, 6, dtype=torch.float64)
+    spec = PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE, allocation="uniform")
+    prepared = pdp_fx.prepare(model, spec, x)
+    train(prepared, [(x,)])
+    pdp_fx.step(prepared)
+    train(prepared, [(x,)])
+    small = check_converted(model, prepared.eval(), [(x,), (torch.randn(3, 5, 6, dtype=x.dtype),)])
+    for name, module in small.named_modules():
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            assert module.hidden_size == 4, name
+            assert all(each.shape[0] in (12, 16) for each in module.parameters()), name
+
+
+class GivenStates(Hidden):
+    """The first states are inputs, as those of a stream."""
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        return self.head(self.inner(x, (h, c))[0])
+
+
+class GivesStates(Hidden):
+    """The last states are outputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states, (last, _) = self.inner(x)
+        return self.head(states), last
+
+
+def test_states_that_go_in_and_out_stay() -> None:
+    x, first = torch.randn(2, 5, 6), torch.randn(1, 2, 8)
+    with pytest.raises(SpecError, match="inner: %inner .* joins these channels with values that have none"):
+        pdp_fx.prepare(GivenStates(), PruneSpec(Channels(ratio=0.5)), (x, first, first))
+    with pytest.raises(SpecError, match="inner: %output: the model returns these channels"):
+        pdp_fx.prepare(GivesStates(), PruneSpec(Channels(ratio=0.5)), x)
 
 
 class OfLines(nn.Module):
@@ -212,12 +379,9 @@ class OfLines(nn.Module):
         return self.inner(self.before(x))[0][:, -1]
 
 
-def test_channels_that_are_states_or_time_stay() -> None:
-    read = FromItsFeatures(nn.GRU(8, 8, batch_first=True), nn.ReLU())
-    read(torch.randn(2, 5, 6))
-    for model, x in ((read, torch.randn(2, 5, 6)), (OfLines(), torch.randn(2, 3, 5))):
-        with pytest.raises(SpecError, match="before: %inner .*GRU has sizes of its own"):
-            pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5)), x)
+def test_channels_that_are_time_stay() -> None:
+    with pytest.raises(SpecError, match="before: %inner "):
+        pdp_fx.prepare(OfLines(), PruneSpec(Channels(ratio=0.5)), torch.randn(2, 3, 5))
 
 
 def test_channels_of_packed_sequences_stay() -> None:

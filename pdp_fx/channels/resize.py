@@ -21,10 +21,9 @@ from torch.utils._pytree import tree_leaves
 from pdp_fx.channels.counts import recoverable
 from pdp_fx.channels.flow import LabelFlow
 from pdp_fx.channels.labels import Layer
-from pdp_fx.channels.record import Labelled, Sized, Tainted
+from pdp_fx.channels.record import Labelled, Tainted
 from pdp_fx.channels.rewrites import always_told, chooses, rewrite_of
 from pdp_fx.channels.varying import given_varying
-from pdp_fx.ops.kinds import kind_of
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.writer import CONSTANT
 from pdp_fx.weights.sources import sources_of
@@ -65,21 +64,16 @@ SIZE_FREE_MODULES = (
     nn.Linear, nn.Flatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Embedding,
     nn.EmbeddingBag, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
     nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LocalResponseNorm, nn.CosineSimilarity,
-    nn.PairwiseDistance, nn.Softmax2d, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm,
+    nn.PairwiseDistance, nn.Softmax2d, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm, nn.RNNBase,
+    nn.RNNCellBase,
 )  # fmt: skip
 """Modules that have no sizes, or whose sizes `shrink_channels` updates."""
-
-
-RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-"""Modules of which what they read can go, but none of their states."""
 
 
 def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any) -> None:
     """Note that ``node`` must be resized, or freeze the channels that it lays out if that is not possible."""
     if node.target in LIKE_ANOTHER:
         _follow_other(node, flow, result)
-    if _is_recurrent(gm, node):
-        _keep_states(gm, node, flow, result)
     if node.target in BY_NUMBER and flow.record.tells_varying(node):
         given = [layer for value in flow.record.values_of(node.args[0]) for layer in value.layers]
         _freeze_told(gm, node, flow, given)
@@ -102,8 +96,6 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
         told = [sized for sized in told if not sized.shaped]
     if _is_size_free(gm, node, flow):
         told = [sized for sized in flow.sized if sized.before.free and node.target in REPEATS]
-    elif _is_recurrent(gm, node):
-        told = _not_read(told, node, flow)
     elif isinstance(node.target, Apply):
         # An autograd function returns an input unchanged as a view of all of it, which follows its size.
         told = [sized for sized in told if not torch.equal(sized.before.ids, sized.after.ids)]
@@ -211,29 +203,6 @@ def _is_size_free(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow) -> bool:
     if node.target in FUNCTIONALS:
         return node.target not in SIZED_FUNCTIONALS
     return node.target in SIZE_FREE
-
-
-def _is_recurrent(gm: fx.GraphModule, node: fx.Node) -> bool:
-    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return isinstance(module, RECURRENT) and kind_of(module) is not None
-
-
-def _keep_states(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any) -> None:
-    """Freeze the states that a recurrent module is given, and those that it returns."""
-    first = node.args[1] if len(node.args) > 1 else node.kwargs.get("hx")
-    given = [value for state in tree_leaves(first) for value in flow.record.values_of(state)]
-    states = [layer for value in given for layer in value.layers if len(value.shape) - 1 in layer.support]
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, Tensor):
-            states += [layer for layer in flow.layers(leaf) if leaf.ndim - 1 in layer.support]
-    _freeze_told(gm, node, flow, states)
-
-
-def _not_read(told: Iterable[Sized], node: fx.Node, flow: LabelFlow) -> list[Sized]:
-    """What is laid out inside a recurrent module, without the features that it reads."""
-    values = flow.record.values_of(node.args[0] if node.args else node.kwargs.get("input"))
-    read = [e.ids for value in values for e in value.layers if e.support == frozenset({len(value.shape) - 1})]
-    return [each for each in told if not any(torch.isin(each.before.ids, ids).all() for ids in read)]
 
 
 def _is_told_by_tensor(node: fx.Node, flow: LabelFlow) -> bool:

@@ -73,9 +73,12 @@ def groups_left(stays: np.ndarray, groups: int) -> int:
 
 
 def _refresh_recurrent(module: nn.Module, stays: np.ndarray | None) -> None:
-    """Update the number of features that a recurrent module reads; those that it makes are never removed."""
-    first = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
-    cast(nn.LSTM, module).input_size = module.get_parameter(first).shape[1]
+    """Update the numbers of features that a recurrent module reads and makes."""
+    recurrent, suffix = cast(Any, module), "_l0" if isinstance(module, nn.RNNBase) else ""
+    recurrent.input_size = module.get_parameter(f"weight_ih{suffix}").shape[1]
+    recurrent.hidden_size = module.get_parameter(f"weight_hh{suffix}").shape[1]
+    if getattr(recurrent, "proj_size", 0):
+        recurrent.proj_size, recurrent.hidden_size = recurrent.weight_hr_l0.shape
 
 
 def fold_rows(module: nn.Module, norm: nn.Module) -> tuple[Tensor, Tensor]:

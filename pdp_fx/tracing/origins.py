@@ -218,4 +218,8 @@ def _fingerprint(container: Any) -> tuple[int, ...]:
 
 
 def _is_of_function(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+    try:
+        return isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction)
+    except RuntimeError:
+        # A view that was made without gradients, and then written through, has no history to ask for.
+        return False

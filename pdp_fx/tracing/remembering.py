@@ -14,7 +14,7 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import Changes
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.verify import Runner, run, twice
+from pdp_fx.tracing.verify import Runner, again, run
 
 
 def remembering(
@@ -33,7 +33,7 @@ def remembering(
         TraceError: the model's own forward does so.
     """
     modes = product((False, True), repeat=2)
-    if not changes or all(_act_alike(gm, model, example, second, first) for second, first in modes):
+    if not changes or all(_act_alike(gm, model, example, later, first) for later, first in modes):
         return {}
     found: dict[Whole, str] = {}
     for path, module in model.named_modules():
@@ -50,24 +50,24 @@ def remembering(
 
 
 def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: bool, trains: bool) -> bool:
-    """Whether a second call of the graph gives what a second call of the model gives.
+    """Whether a second and a third call of the graph give what those of the model give.
 
     Args:
         gm: the graph.
         model: the model.
         example: what both are called on.
-        training: the mode of the second call.
+        training: the mode of these calls.
         trains: the mode of the first.
     """
     for first in (*example.others(), example):
-        before = twice(first, trains)
-        wanted, got = (_second(which, example, before, training, model) for which in (model, gm))
+        calls = again(first, trains)
+        wanted, got = (_later(which, example, calls, training, model) for which in (model, gm))
         if wanted is not None and got is not None:
             return not wanted.difference(got)
     return False
 
 
-def _second(
+def _later(
     which: nn.Module, example: ExampleCall, runner: Runner, training: bool, model: nn.Module
 ) -> Outcome | None:
     try:

@@ -144,6 +144,8 @@ def flat_tensors(arguments: Any) -> list[torch.Tensor]:
 
 def in_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The strided tensors that a tensor is stored as: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
     if tensor.layout is torch.sparse_coo:
         return tensor._values(), tensor._indices()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

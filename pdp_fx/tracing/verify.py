@@ -50,18 +50,20 @@ def tried(
         return err
 
 
-def twice(first: ExampleCall, trains: bool) -> Runner:
-    """A runner that calls a model on ``first`` before the example, which shows state kept between calls.
+def again(first: ExampleCall, trains: bool) -> Runner:
+    """A runner that calls a model on ``first`` and twice on the example, which shows state between calls.
+
+    The second of these calls shows a state that the model forgets when it is given something else.
 
     Args:
         first: what it is called on before.
-        trains: the mode of that call, which need not be that of the other.
+        trains: the mode of that call, which need not be that of the others.
     """
 
     def call(model: Any, second: ExampleCall) -> Any:
-        training = model.training
+        training, third = model.training, second.fresh()
         called(in_mode(model, trains), first.fresh())
-        return called(model.train(training), second)
+        return [called(model.train(training), each) for each in (second, third)]
 
     return call
 

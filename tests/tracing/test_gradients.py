@@ -146,3 +146,17 @@ def test_functions_looked_up_before_keep_their_gradients(inner: nn.Module) -> No
 def test_functions_found_nowhere_are_refused() -> None:
     with pytest.raises(TraceError, match="an autograd function's apply that was looked up before"):
         trace(Around(RoundsByList()), torch.randn(3, 4))
+
+
+def test_a_part_of_a_weight_is_written_to_without_gradients() -> None:
+    """As where the bias of a forget gate is held at 1."""
+
+    class Held(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.bias[1:3].fill_(1.0)
+            return super().forward(input)
+
+    gm = exact(Held(4, 4), torch.randn(2, 4))
+    gm(torch.randn(2, 4)).sum().backward()
+    assert torch.equal(gm.get_parameter("bias")[1:3], torch.ones(2))

@@ -34,6 +34,18 @@ class Recalls(nn.Module):
         return x if last is None else x + last
 
 
+class Resets(nn.Module):
+    """Adds what it was given the last time, unless that were more or fewer rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, self.last = self.last, x.detach().clone()
+        return x if last is None or last.shape[0] != x.shape[0] else x + last
+
+
 class Starts(nn.Module):
     """Centres what it is given first."""
 
@@ -77,7 +89,13 @@ class Notes(nn.Module):
 
 @pytest.mark.parametrize(
     ("inner", "names"),
-    [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started"), (Measures(), "capacity")],
+    [
+        (Anneals(), "temperature"),
+        (Recalls(), "last"),
+        (Resets(), "last"),
+        (Starts(), "started"),
+        (Measures(), "capacity"),
+    ],
 )
 def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, names: str) -> None:
     model, first, second = Around(inner), torch.randn(3, 4), torch.randn(5, 4)
@@ -87,7 +105,13 @@ def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, na
 
 @pytest.mark.parametrize(
     ("model", "names"),
-    [(Anneals(), "temperature"), (Recalls(), "last"), (Starts(), "started"), (Measures(), "capacity")],
+    [
+        (Anneals(), "temperature"),
+        (Recalls(), "last"),
+        (Resets(), "last"),
+        (Starts(), "started"),
+        (Measures(), "capacity"),
+    ],
 )
 def test_a_forward_that_acts_by_what_it_has_kept_is_refused(model: nn.Module, names: str) -> None:
     with pytest.raises(TraceError, match=f"it keeps {names} for its next call, outside its buffers"):
