@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from pdp_fx.channels.running import evaluating
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, Inputs, example_call
+from pdp_fx.tracing.forgetting import checked_indices
 from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.inputs import place_arguments
@@ -97,7 +98,15 @@ def shapes(gm: fx.GraphModule, inputs: Inputs) -> dict[str, tuple[int, ...]]:
 def trial(gm: fx.GraphModule) -> Generator[None]:
     """Run the block in eval mode with fixed random numbers, and restore the state of ``gm`` afterwards."""
     keeping = unwritten(gm) if _may_write(gm) else contextlib.nullcontext()
-    with ALONE, keeping, own_generators(gm), preserved(gm), evaluating(gm), torch.no_grad():
+    with (
+        ALONE,
+        keeping,
+        own_generators(gm),
+        preserved(gm),
+        evaluating(gm),
+        checked_indices(),
+        torch.no_grad(),
+    ):
         torch.manual_seed(0)
         yield
 

@@ -7,6 +7,7 @@ its name. Each class here is the torch.nn module of the same name, with a ``forw
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import cast
 
 from torch import Tensor, nn
@@ -255,13 +256,17 @@ def reclass(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """Return ``module`` as an object of class ``kind`` that shares its parameters and buffers.
 
     The given module is untouched; both objects refer to the same tensors and child modules, in tables
-    of their own: what is registered, hooked or switched on one does not show on the other.
+    of their own: what is registered, hooked or switched on one does not show on the other. A method of
+    the module that it holds itself, as in ``self.act = self._relu``, is one of the new object's.
     """
     made = object.__new__(kind)
-    made.__dict__.update(
-        (name, value.copy() if name.startswith("_") and isinstance(value, (dict, set, list)) else value)
-        for name, value in module.__dict__.items()
-    )
+
+    def own(name: str, value: object) -> object:
+        if isinstance(value, MethodType) and value.__self__ is module:
+            return MethodType(value.__func__, made)
+        return value.copy() if name.startswith("_") and isinstance(value, (dict, set, list)) else value
+
+    made.__dict__.update((name, own(name, value)) for name, value in module.__dict__.items())
     return made
 
 

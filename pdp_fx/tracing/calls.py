@@ -154,7 +154,8 @@ def _whole(
     step.updates |= versions != [version_of(buffer) for buffer in buffers]
     if step.reason:
         recorder.watch.allow_drawn()
-    if recorder.watch.read_numbers:
+    # What a part that is kept whole has seen of sizes that depend on numbers, it has seen of numbers.
+    if recorder.watch.read_numbers or (step.reason and recorder.watch.ragged):
         step.reads_numbers = bool(step.reason)
         _check_numbers(step, result)
         if step.reason and given != plain_leaves((args, kwargs)):

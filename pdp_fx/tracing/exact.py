@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx, nn
 
 from pdp_fx.errors import TraceError
@@ -30,6 +31,7 @@ def exact_graph(
     recordings: Recordings,
     plain: Outcome,
     watch: Runner | None,
+    asks_gradients: str = "",
 ) -> fx.GraphModule:
     """The graph of two recordings, whose results equal the model's in each mode, bit for bit.
 
@@ -39,6 +41,7 @@ def exact_graph(
         recordings: its recordings in both modes.
         plain: the outcome of the model in eval mode in a run that was not recorded.
         watch: as in `pdp_fx.trace.trace`.
+        asks_gradients: as in `Findings`.
 
     Raises:
         TraceError: the results differ, or the graph fails.
@@ -51,6 +54,8 @@ def exact_graph(
             _check_empty_selections(gm, model, example, recordings)
             _check_other_numbers(gm, model, example, recordings)
             _check_other_draws(gm, model, example, recordings)
+            if asks_gradients:
+                _check_without_gradients(gm, model, example, asks_gradients)
             return gm
     raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
 
@@ -95,6 +100,23 @@ def _check_other_draws(
         difference = wanted.difference(run(gm, example, True, seeded(seed), model))
         if difference:
             raise TraceError(f"the graph of {type(model).__name__} was discarded: it {difference}")
+
+
+def _check_without_gradients(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, asks: str) -> None:
+    """Check that a model which asks about gradients does the same without them as with them.
+
+    Raises:
+        TraceError: the graph and the model differ.
+    """
+    for training, mode in MODES.items():
+        with torch.no_grad():
+            wanted, got = tried(model, example, training), tried(gm, example, training, model)
+        problem = wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
+        if problem:
+            raise TraceError(
+                f"the graph of {type(model).__name__} was discarded: where gradients are off it {problem} in "
+                f"{mode} mode; {asks} asks whether they are on: ask self.training instead"
+            )
 
 
 def _check_empty_selections(

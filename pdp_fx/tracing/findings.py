@@ -35,6 +35,7 @@ class Findings:
         opaque: the modules, methods and functions to keep whole, each with the reason.
         tried: all parts that were ever kept whole, which must not be proposed again.
         asked: whether the model asked if it is being compiled.
+        asks_gradients: a line that asks whether gradients are on, or whether a tensor has any; or empty.
         sizes: what the model does with sizes; kept when the model is traced anew.
         lasting: the parts to keep whole, with the reasons, whenever the model is traced anew.
         casts: the globals of code in which `int` and `float` are replaced by functions that return live
@@ -49,6 +50,7 @@ class Findings:
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
+    asks_gradients: str = ""
     sizes: Sizes = field(default_factory=Sizes)
     lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])

@@ -6,6 +6,7 @@ activations that autograd would keep are several times the memory of the run its
 
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -26,13 +27,18 @@ def forgetting(work: Callable[[], T], *models: nn.Module, expected: tuple[type[E
         expected: errors that are results of the work; after them it is not done again.
     """
     try:
-        with preserved(*models), torch.autograd.graph.saved_tensors_hooks(_forget, _miss):
+        with preserved(*models), checked_indices(), torch.autograd.graph.saved_tensors_hooks(_forget, _miss):
             return _unwound(work)
     except expected:
         raise
     except Exception:  # noqa: BLE001 a model may call backward, or torch.func, which refuses all hooks
-        with preserved(*models):
+        with preserved(*models), checked_indices():
             return work()
+
+
+def checked_indices() -> AbstractContextManager[Any]:
+    """Have torch check the indices of sparse tensors, which those of a made-up example may exceed."""
+    return torch.sparse.check_sparse_tensor_invariants(enable=True)
 
 
 def _unwound(work: Callable[[], T]) -> T:

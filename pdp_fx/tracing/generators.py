@@ -85,7 +85,7 @@ def _inside(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(value, Mapping):
             todo += value.values()
         elif isinstance(value, tuple | list | set | deque):
-            todo += value
+            todo.extend(iter(value))
         elif not found:
             todo += getattr(value, "__dict__", {}).values()
 

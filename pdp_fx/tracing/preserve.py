@@ -2,7 +2,8 @@
 
 A forward pass may update BatchNorm statistics, draw random numbers, fill caches and set attributes. All of
 that is put back, whether or not the run succeeds: training flags, attributes, the contents of buffers and of
-plain lists and dicts that modules hold, and the random number generators (`generators`).
+plain lists and dicts that modules hold, the random number generators (`generators`), and whether gradients
+are on.
 """
 
 import operator
@@ -56,11 +57,13 @@ _CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
 def preserved(*models: nn.Module) -> Generator[None, None, None]:
     """Restore the models and the random number generators at the end, also after an error."""
     modules = {id(module): module for model in models for module in model.modules()}
-    saved = [_Saved(module) for module in modules.values()]
+    saved, gradients = [_Saved(module) for module in modules.values()], torch.is_grad_enabled()
     with generators_restored():
         try:
             yield
         finally:
+            # A graph that fails where gradients are off leaves them off.
+            torch._C._set_grad_enabled(gradients)
             for item in saved:
                 item.restore()
             if (parameters := _PARAMETERS.get()) is not None:

@@ -11,21 +11,25 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing.steps import Expr, Scope, Step, Value
-from pdp_fx.tracing.structure import children, has_tensors
+from pdp_fx.tracing.structure import children
 
 Facts = list[tuple[Value, Any]]
 
 
 def structure_of(value: Value, example: Any) -> Facts:
-    """The facts about a value structured like ``example``: lengths of containers, and parts that are None."""
+    """The facts about a value structured like ``example``: lengths of containers, and parts that are None.
+
+    Texts and truth values are among them, for code may go by these.
+    """
     if example is None or isinstance(example, torch.Tensor):
         return [(Expr(operator.is_, (value, None)), example is None)]
+    if isinstance(example, str | bool):
+        return [(Expr(operator.eq, (value, example)), True)]
     if not isinstance(example, list | tuple | Mapping):
         return []
     facts = [length_of(value, example)]
     for _, key, part in children(example):
-        inner = structure_of(Expr(operator.getitem, (value, key)), part)
-        facts += inner if part is None or has_tensors(part) else []
+        facts += structure_of(Expr(operator.getitem, (value, key)), part)
     return facts
 
 

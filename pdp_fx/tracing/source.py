@@ -36,6 +36,11 @@ def is_users(filename: str) -> bool:
     return not filename.startswith((*_SKIPPED, "<frozen ", "<__array_function__"))
 
 
+def is_ours(filename: str) -> bool:
+    """Whether a file of code belongs to pdp_fx."""
+    return filename.startswith(_OURS)
+
+
 def user_frame(start: FrameType | None = None) -> FrameType | None:
     """The innermost frame of the model's code, which lies outside torch and pdp_fx, or None."""
     frame = sys._getframe(1) if start is None else start

@@ -62,6 +62,8 @@ class Standing:
         if any(asks_kind(node) and node.args[0] not in sources for node in sources):
             return None  # A stored value does not follow the data's dtype.
         value = value_of(self._gm, weight)
+        if not isinstance(value, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return None  # Quantisers return records that act like tensors.
         if not are_equal(value, value_of(self._gm, weight)):
             return None  # It depends on random numbers, so no stored value is right.
         read = {name: tensor for node in sources for name, tensor in self._read_by(node).items()}

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pdp_fx.ops.explicit import reclass
+from pdp_fx.ops.explicit import reclass, twin
 from pdp_fx.ops.kinds import kind_of
 
 
@@ -43,3 +43,24 @@ def test_statistics_that_were_switched_off_after_they_were_made_stay_as_they_are
         assert explicit.train(training)(x).equal(plain.train(training)(x))
         theirs = dict(plain.named_buffers())
         assert all(buffer.equal(theirs[name]) for name, buffer in explicit.named_buffers())
+
+
+class HoldsMethod(nn.Module):
+    """Chooses one of its methods when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.act = nn.Parameter(torch.ones(1)), self.twice
+
+    def twice(self, x: Tensor) -> Tensor:
+        return x * self.scale * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+def test_a_twin_runs_its_own_methods() -> None:
+    module = HoldsMethod()
+    copied = twin(module)
+    copied.register_parameter("scale", nn.Parameter(torch.full((1,), 3.0)))
+    assert (copied(torch.ones(1)).item(), module(torch.ones(1)).item()) == (6.0, 2.0)

@@ -86,3 +86,15 @@ class Forced(nn.Module):
 def test_a_model_that_differentiates_in_its_forward_is_traced() -> None:
     model, x = Forced(), torch.randn(2, 4)
     exact(model, x)
+
+
+def test_indices_beyond_a_made_up_example_are_refused() -> None:
+    """Torch does not look at them by default, and then writes elsewhere."""
+
+    def neighbours(x: Tensor) -> Tensor:
+        edges = torch.tensor([[0, 7], [7, 0]])
+        return torch.sparse_coo_tensor(edges, x.new_ones(2), (len(x), len(x))).coalesce()
+
+    assert forgetting(lambda: neighbours(torch.ones(8, 2))).shape == (8, 8)
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        forgetting(lambda: neighbours(torch.ones(2, 2)))

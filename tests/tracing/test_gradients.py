@@ -1,5 +1,6 @@
 """Blocks that switch gradients off or on leave the caller's setting as it was; hooks are kept."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
+from pdp_fx.tracing.preserve import preserved
 from tests.tracing.checks import Around, exact, opaque
 
 
@@ -160,3 +162,44 @@ def test_a_part_of_a_weight_is_written_to_without_gradients() -> None:
     gm = exact(Held(4, 4), torch.randn(2, 4))
     gm(torch.randn(2, 4)).sum().backward()
     assert torch.equal(gm.get_parameter("bias")[1:3], torch.ones(2))
+
+
+class Asks(nn.Module):
+    """Goes by whether gradients are on, or a tensor has any."""
+
+    def __init__(self, asks: Callable[[Tensor], bool], factor: float = 2.0) -> None:
+        super().__init__()
+        self.asks, self.factor, self.layer = asks, factor, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * self.factor if self.asks(x) else x * 2.0
+
+
+ASKS: tuple[Callable[[Tensor], bool], ...] = (
+    lambda x: x.requires_grad,
+    lambda x: not x.is_leaf,
+    lambda x: torch.is_grad_enabled(),
+)
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_a_model_that_goes_by_whether_gradients_are_on_is_refused(asks: Callable[[Tensor], bool]) -> None:
+    with pytest.raises(TraceError, match=r"where gradients are off .*test_gradients.py:\d+ asks whether"):
+        trace(Asks(asks, 3.0), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_a_model_that_does_the_same_without_gradients_is_followed(asks: Callable[[Tensor], bool]) -> None:
+    exact(Asks(asks), torch.randn(2, 4))
+
+
+def test_a_run_that_fails_leaves_gradients_as_they_were() -> None:
+    def fails() -> None:
+        with preserved(nn.Linear(4, 4)):
+            torch._C._set_grad_enabled(False)
+            raise ValueError("too early")
+
+    with pytest.raises(ValueError, match="too early"):
+        fails()
+    assert torch.is_grad_enabled()

@@ -296,10 +296,6 @@ def by_the_longer(x: Tensor) -> Tensor:
     return x.flip(max((2, x.shape[2]), (1, 6))[0]) + max([x.shape[2]], key=abs) + max([x.shape[1]])
 
 
-def given_training(x: Tensor) -> Tensor:
-    return x * 2 if x.requires_grad and x.shape[2] in (8, 9) else x
-
-
 def by_positions(x: Tensor) -> Tensor:
     return x * 2 if (torch.arange(x.shape[2]) > 6).any() else x
 
@@ -349,7 +345,7 @@ def by_a_generator(x: Tensor) -> Tensor:
 
 
 BY_SIZES = (
-    *(padded, halved, turned, by_logarithm, by_product, by_the_longer, given_training),
+    *(padded, halved, turned, by_logarithm, by_product, by_the_longer),
     *(by_positions, by_their_list, by_their_array, by_equality, by_table, by_name, by_text),
     *(by_repeating, by_bits, by_parts, by_another, by_a_generator),
 )

@@ -125,6 +125,42 @@ def test_a_number_that_depends_on_data_keeps_the_module_whole() -> None:
     assert list(opaque(gm)) == ["1"]
 
 
+def pairs(x: Tensor) -> dict[str, Any]:
+    """Tells by a text whether it has found any."""
+    found = torch.where(x[:, 0] > 0)[0]
+    return {"found": {"kind": "pairs" if len(found) > 1 else "none", "rows": x.abs()}}
+
+
+def weighed(x: Tensor) -> dict[str, Any]:
+    """Tells by a number how many it has found."""
+    found = torch.where(x[:, 0] > 0)[0]
+    return {"found": {"kind": 2 if len(found) > 1 else 3, "rows": x.abs()}}
+
+
+class Told(nn.Module):
+    """Goes by what a function tells."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call, self.after = call, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.call(x)["found"]
+        return self.after(found["rows"] * 2 if found["kind"] in ("pairs", 2) else found["rows"])
+
+
+def test_a_number_that_depends_on_how_many_were_found_keeps_the_module_whole() -> None:
+    gm = exact(nn.Sequential(Told(weighed)), torch.ones(3, 4), -torch.ones(3, 4))
+    assert set(opaque(gm)) == {"0"}
+
+
+def test_a_text_that_depends_on_how_many_were_found_is_checked() -> None:
+    model, x = nn.Sequential(Told(pairs)), torch.ones(3, 4)
+    gm = exact(model, x)
+    with pytest.raises(AssertionError, match="pairs returned something else than when it was traced"):
+        gm(-x)
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
