@@ -44,7 +44,7 @@ from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import sizes_to_hold
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.structure import arrays, tensors
+from pdp_fx.tracing.structure import arrays, hiding_tensors, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unscripting import unscripted
@@ -279,6 +279,12 @@ def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
             )
     if next(arrays((example.args, example.kwargs)), None) is not None:
         raise TraceError("there is a NumPy array in the example inputs; give it as a tensor")
+    hiding = next(hiding_tensors((example.args, example.kwargs)), None)
+    if hiding is not None:
+        raise TraceError(
+            f"there is a {type(hiding).__name__} in the example inputs, whose tensors a recording cannot "
+            "see; give them in a list, a dict or an object with attributes"
+        )
     given = list(tensors((example.args, example.kwargs)))
     named = [*model.named_parameters(), *(("an example input", tensor) for tensor in given)]
     for name, tensor in [*named, *model.named_buffers()]:

@@ -13,8 +13,10 @@ from pdp_fx.tracing.steps import Expr, UnrecordableError
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
     as_base,
+    attributes,
     has_tensors,
     is_namedtuple,
+    is_object,
     is_record,
     is_remade,
     record_fields,
@@ -96,11 +98,11 @@ class Arguments:
         return self._build(result)
 
     def _build(self, thing: Any) -> Expr:
-        if not hasattr(thing, "__dict__") or callable(thing):
+        if not is_object(thing):
             raise UnrecordableError(f"passes a {type(thing).__name__}, which a graph cannot hold")
         state: dict[str, Any] = {}
         fixed: list[tuple[str, Any]] = []
-        for name, part in vars(thing).items():
+        for name, part in attributes(thing).items():
             if callable(part) or isinstance(part, type):
                 fixed.append((name, part))
             else:

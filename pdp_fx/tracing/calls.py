@@ -26,7 +26,7 @@ from pdp_fx.tracing.steps import (
     Whole,
     is_ragged,
 )
-from pdp_fx.tracing.structure import is_record, place_of_number, plain_leaves, tensors
+from pdp_fx.tracing.structure import attributes, is_record, place_of_number, plain_leaves, tensors
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -93,10 +93,7 @@ def run_function(recorder: Recorder, whole: Whole, function: Call, args: Args, k
     """Run a function, or a method of an object that is no module, as one step."""
     if isinstance(whole.holder, type):
         # Tensors that the object holds might be used in a branch that this run does not take.
-        if any(
-            recorder.watch.is_ours(tensor)
-            for tensor in tensors(list(getattr(args[0], "__dict__", {}).values()))
-        ):
+        if any(recorder.watch.is_ours(tensor) for tensor in tensors(list(attributes(args[0]).values()))):
             raise UnrecordableError(
                 recorder.findings.opaque[whole], Whole(recorder.scope.path), instead_of=whole
             )

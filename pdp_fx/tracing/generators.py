@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from pdp_fx.tracing.objects import Held
 from pdp_fx.tracing.replacing import namespaces
-from pdp_fx.tracing.structure import BASE_TYPES, OF_TORCH
+from pdp_fx.tracing.structure import BASE_TYPES, OF_TORCH, attributes
 
 _OF_NUMPY = (np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 _KINDS = (random.Random, *_OF_NUMPY, torch.Generator)
@@ -87,7 +87,7 @@ def _inside(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(value, tuple | list | set | deque):
             todo.extend(iter(value))
         elif not found:
-            todo += getattr(value, "__dict__", {}).values()
+            todo += attributes(value).values()
 
 
 @cache

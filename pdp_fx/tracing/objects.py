@@ -32,8 +32,8 @@ class Build:
 
     def __call__(self, attributes: Mapping[str, Any]) -> Any:
         made = object.__new__(self.kind)
-        vars(made).update(attributes)
-        vars(made).update(self.fixed)
+        for name, value in (*attributes.items(), *self.fixed):
+            object.__setattr__(made, name, value)
         return made
 
 

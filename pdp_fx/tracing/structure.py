@@ -3,7 +3,10 @@
 import copy
 import dataclasses
 import enum
+from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import cache
+from types import CellType, MemberDescriptorType
 from typing import Any, cast
 
 import numpy as np
@@ -54,7 +57,7 @@ def is_remade(value: object) -> bool:
     if not is_record(value):
         return False
     names = {field.name for field in dataclasses.fields(cast(Any, value))}
-    state = getattr(value, "__dict__", dict[str, Any]())
+    state = attributes(value)
     return isinstance(value, Mapping) or (not hasattr(value, "__post_init__") and state.keys() <= names)
 
 
@@ -74,7 +77,7 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]]:
         for key, part in value.items():
             yield "item", key, part
     elif is_object(value):
-        for name, part in vars(value).items():
+        for name, part in attributes(value).items():
             yield "attribute", name, part
 
 
@@ -82,12 +85,52 @@ def is_object(value: object) -> bool:
     """Whether a value has attributes of its own, and is no class, module, tensor or function."""
     if isinstance(value, type | torch.nn.Module | torch.Tensor) or callable(value):
         return False
-    return hasattr(value, "__dict__")
+    return hasattr(value, "__dict__") or bool(_slots(type(value)))
+
+
+def attributes(value: object) -> dict[str, Any]:
+    """The attributes that an object holds itself, in its ``__dict__`` and in slots."""
+    names = [name for name in _slots(type(value)) if hasattr(value, name)]
+    return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of all slots of a class and those that it is derived from."""
+    return tuple(
+        name
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, slot in vars(base).items()
+        if isinstance(slot, MemberDescriptorType)
+    )
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in a structure, depth first; objects are looked into once each, lists wherever they are."""
     yield from _leaves(value, (torch.Tensor,), set())
+
+
+def hiding_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Parts of a structure with tensors that are no parts of it: sets, functions, modules and the like."""
+    seen = set() if seen is None else seen
+    if isinstance(value, (torch.Tensor, type, *BASE_TYPES)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        held: list[Any] = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, set | frozenset | deque):
+        held = list(value)
+    elif callable(value):
+        cells = getattr(value, "__closure__", None) or ()
+        held = [*attributes(value).values(), getattr(value, "__self__", None)]
+        held += [cell.cell_contents for cell in cells if cell != CellType()]
+    else:
+        held = []
+    if has_tensors(held):
+        yield value
+    for _, _, part in children(value):
+        yield from hiding_tensors(part, seen)
 
 
 def arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:

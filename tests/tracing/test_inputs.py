@@ -1,7 +1,7 @@
 import dataclasses
 import enum
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,3 +274,75 @@ def test_a_mask_of_another_kind_is_refused(kind: str) -> None:
         gm = exact(model, (x, wide(one)))
         with pytest.raises(AssertionError, match="asks for the dtype of an input"):
             gm(x, wide(other))
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """An input whose attributes are in slots."""
+
+    features: Tensor
+    mask: Tensor | None = None
+
+
+class Plain:
+    """The same without a dataclass, and with a base that has slots, too."""
+
+    __slots__ = ("features",)
+
+    def __init__(self, features: Tensor) -> None:
+        self.features = features
+
+
+class Derived(Plain):
+    __slots__ = ("mask",)
+
+
+class Reads(nn.Module):
+    """Reads an attribute, and gives an object of the same kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, given: Any) -> Any:
+        return type(given)(self.layer(given.features))
+
+
+@pytest.mark.parametrize("kind", [Slotted, Plain, Derived])
+def test_tensors_in_slots_are_inputs(kind: Any) -> None:
+    model = Reads()
+    gm = trace(model, (kind(torch.randn(2, 4)),))
+    for rows in (2, 5):
+        x = torch.randn(rows, 4)
+        assert torch.equal(gm(kind(x)).features, model.layer(x))
+
+
+class Called:
+    """A callable object that holds a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __call__(self) -> Tensor:
+        return self.x
+
+
+HIDING: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "Called": (Called, lambda given: given()),
+    "function": (lambda x: lambda: x, lambda given: given()),
+    "set": (lambda x: {x}, lambda given: next(iter(given))),
+    "deque": (lambda x: deque([x]), lambda given: given[0]),
+    "ParameterList": (lambda x: nn.ParameterList([x]), lambda given: given[0]),
+}
+
+
+@pytest.mark.parametrize("kind", HIDING)
+def test_inputs_that_hide_tensors_are_refused(kind: str) -> None:
+    make, read = HIDING[kind]
+
+    class Unpacks(nn.Module):
+        def forward(self, given: list[Any]) -> Tensor:
+            return read(given[0]) * 2
+
+    with pytest.raises(TraceError, match=f"there is a {kind} in the example inputs"):
+        trace(Unpacks(), ([make(torch.randn(2, 4))],))
