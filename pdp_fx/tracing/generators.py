@@ -60,8 +60,8 @@ def _held_by(model: nn.Module) -> Iterator[Any]:
     modules = list(model.modules())
     for names in namespaces(map(type, modules)):
         yield from chain.from_iterable(map(_generator, names.values()))
-    attributes = (item for module in modules for item in vars(module).items())
-    yield from _inside(value for name, value in attributes if name not in OF_TORCH)
+    held = (item for module in modules for item in vars(module).items())
+    yield from _inside(value for name, value in held if name not in OF_TORCH)
     for node in model.graph.nodes if isinstance(model, fx.GraphModule) else ():
         if isinstance(node.target, Held):
             yield from _generator(node.target.thing)
@@ -101,9 +101,13 @@ def is_own(generator: torch.Generator) -> bool:
 
 
 def torch_generators() -> tuple[torch.Tensor, ...]:
-    """The states of torch's generators: of the CPU, of the CUDA devices in use, and of the model's own."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), *cuda, *(each.get_state() for each in _OWN.get().of_torch)
+    """The states of torch's generators that every step is watched for: of the CPU, and of the model's own."""
+    return torch.get_rng_state(), *(each.get_state() for each in _OWN.get().of_torch)
+
+
+def _of_cuda() -> list[torch.Tensor]:
+    """The states of the generators of the CUDA devices, if they are in use."""
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def other_generators() -> tuple[Any, ...]:
@@ -115,7 +119,7 @@ def other_generators() -> tuple[Any, ...]:
 
 def random_state() -> tuple[Any, ...]:
     """The states of all random number generators, comparable by `==`."""
-    return tuple(map(_comparable, torch_generators())), other_generators()
+    return tuple(map(_comparable, (*torch_generators(), *_of_cuda()))), other_generators()
 
 
 @contextmanager
@@ -123,7 +127,7 @@ def generators_restored() -> Generator[None, None, None]:
     """Restore all generators at the end, also after an error."""
     own = _OWN.get()
     kept = [(each, _state(each)) for each in (*own.of_torch, *own.others)]
-    cpu, cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cpu, cuda = torch.get_rng_state(), _of_cuda()
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import torch
 
-_OURS = os.path.dirname(os.path.dirname(__file__))
-_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _OURS + os.sep, contextlib.__file__)
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _OURS, contextlib.__file__)
 
 
 _RUNNERS: set[CodeType] = set()
