@@ -15,6 +15,7 @@ from pdp_fx.tracing.blocks import gather_blocks, in_blocks
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
+from pdp_fx.tracing.restoring import restored_on_errors, settings_changed
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
@@ -64,13 +65,22 @@ class TracedModule(fx.GraphModule):
     def recompile(self) -> PythonCode:
         """Generate the code of the graph.
 
-        Parts that are recomputed in backward become functions, parts that may be skipped conditional.
+        Parts that are recomputed in backward become functions, parts that may be skipped conditional, and an
+        error in a block without gradients or with autocast restores what was before it.
         """
         blocks = gather_blocks(self.graph)
         parts = recomputed_parts(self.graph)
-        if not blocks and not parts:
+        settings = settings_changed(self.graph)
+        if not blocks and not parts and not settings:
             return super().recompile()
-        rewritten = in_blocks(self.graph, blocks) if blocks else in_functions(self.graph, parts)
+
+        def rewritten(body: list[str]) -> list[str]:
+            if blocks:
+                body = in_blocks(self.graph, blocks)(body)
+            elif parts:
+                body = in_functions(self.graph, parts)(body)
+            return restored_on_errors(body, settings)
+
         with self.graph.on_generate_code(lambda _: rewritten):
             return super().recompile()
 

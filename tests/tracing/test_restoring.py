@@ -1,0 +1,90 @@
+"""A call that fails inside a block of a model leaves gradients and autocast as they were."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pdp_fx.trace import trace
+from tests.tracing.checks import exact, opaque
+
+
+class Still(nn.Module):
+    """Fails without gradients for inputs of another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.still, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = self.still(x)
+        return self.last(shift)
+
+
+class Cast(Still):
+    """Fails with autocast, or without it in a caller that has it on."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+            x = self.still(x)
+        return self.last(x.float())
+
+
+class Nested(Still):
+    """Fails in a block that is inside another of each kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x * 2
+            with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+                y = self.still(y)
+        return self.last(y.float())
+
+
+class Recomputed(Still):
+    """Fails in a part that is recomputed in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Any = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+class Skipped(Still):
+    """Fails in a part that training skips at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and torch.rand(()) < 0.5):
+            with torch.no_grad():
+                x = x + self.still(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("model", [Still(), Cast(True), Cast(False), Nested(), Recomputed(), Skipped()])
+def test_a_failed_call_leaves_settings_as_they_were(model: nn.Module, enabled: bool) -> None:
+    gm = exact(model, torch.randn(3, 4), torch.randn(5, 4))
+    assert not opaque(gm)
+    for one in (gm, pickle.loads(pickle.dumps(gm))):
+        one.eval()
+        with torch.set_grad_enabled(enabled), torch.autocast("cpu", enabled=enabled):
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                one(torch.randn(3, 5))
+            assert torch.is_grad_enabled() is enabled
+            assert torch.is_autocast_enabled("cpu") is enabled
+
+
+@pytest.mark.parametrize("model", [Still(), Cast(True), Nested()])
+def test_blocks_compile_without_graph_breaks(model: nn.Module) -> None:
+    x = torch.randn(3, 4)
+    gm = trace(model, x)
+    assert "except BaseException" in gm.code
+    compiled = torch.compile(gm, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), gm(x))
