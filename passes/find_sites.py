@@ -75,8 +75,12 @@ class FindSites(Pass):
         return False
 
     def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:
-        if not ctx.get(Sites).weights:
-            raise SpecError("the model has no conv or linear weight that can be pruned")
+        sites = ctx.get(Sites)
+        if not sites.weights:
+            matrices = [name for name, tensor in gm.named_parameters() if tensor.ndim > 1]
+            missed = [name for name in matrices if name in sites.out_of_reach]
+            reasons = [f"\n  no mask can be put on {name}, {sites.out_of_reach[name]}" for name in missed]
+            raise SpecError(f"the model has no conv or linear weight that can be pruned{''.join(reasons)}")
 
 
 OUTDATED = "the model writes to it while it trains, after it has read it"

@@ -105,7 +105,6 @@ def trial(gm: fx.GraphModule) -> Generator[None]:
         preserved(gm),
         evaluating(gm),
         checked_indices(),
-        torch.no_grad(),
     ):
         torch.manual_seed(0)
         yield

@@ -31,9 +31,11 @@ def tables(gm: fx.GraphModule) -> dict[str, str]:
     """A digest of every buffer of integers or booleans but counters: it may hold indices of channels."""
     found: dict[str, str] = {}
     for name, buffer in gm.named_buffers():
-        numbers = buffer.is_floating_point() or buffer.is_complex() or buffer.layout is not torch.strided
-        if buffer.ndim > 0 and not numbers and name.partition(".")[0] != CHILD:
-            found[name] = hashlib.sha256(buffer.cpu().numpy().tobytes()).hexdigest()
+        others = buffer.is_floating_point() or buffer.is_complex() or buffer.layout is not torch.strided
+        if buffer.ndim > 0 and not others and name.partition(".")[0] != CHILD:
+            # A copy, for Tensor.numpy() would bar the buffer from ever being resized.
+            numbers = buffer.to("cpu", copy=True).numpy()
+            found[name] = hashlib.sha256(numbers.tobytes()).hexdigest()
     return found
 
 

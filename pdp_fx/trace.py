@@ -137,9 +137,10 @@ def _trace_until_nothing_lasts(
 def _traced(
     model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
 ) -> fx.GraphModule:
-    """Trace; if that fails, trace again with fewer numbers that remember how they were computed.
+    """Trace; if that fails, trace again with less of the model followed.
 
-    Such a number fails where code asks whether a type is exactly int, or where Python needs a plain number.
+    A number that remembers how it was computed, for example, fails where code asks whether a type is exactly
+    int, or where Python needs a plain number.
     """
     try:
         return _trace_by_recording(model, example, findings, watch)

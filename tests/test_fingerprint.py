@@ -6,7 +6,7 @@ from torch import Tensor, fx, nn
 
 import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule, StateError
-from pdp_fx.fingerprint import fingerprint
+from pdp_fx.fingerprint import fingerprint, tables
 
 
 def _prepared() -> fx.GraphModule:
@@ -101,3 +101,23 @@ def test_a_checkpoint_with_other_indices_than_were_prepared_is_refused_by_name()
     pdp_fx.step(model)
     with pytest.raises(StateError, match="order holds other indices than when the model was prepared"):
         pdp_fx.convert(model)
+
+
+class Picks(nn.Module):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.table]
+
+
+def test_tables_are_read_and_can_still_be_resized() -> None:
+    gm = fx.symbolic_trace(Picks())
+    before = tables(gm)
+    assert before.keys() == {"table"}
+    assert gm.get_buffer("table").untyped_storage().resizable()
+    gm.get_buffer("table").add_(1)
+    assert tables(gm) != before

@@ -140,13 +140,21 @@ def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
     return not type(gm.get_submodule(str(node.target))).__module__.startswith(KNOWN_HOMES)
 
 
+def _takes_gradients(gm: fx.GraphModule) -> bool:
+    """Whether a run may take gradients itself, as models of forces do; unknown code may."""
+    return any(node.target is torch.autograd.grad or is_opaque(gm, node) for node in gm.graph.nodes)
+
+
 @contextlib.contextmanager
 def evaluating(gm: fx.GraphModule) -> Generator[None]:
-    """Put every module into eval mode without the fused attention path, and back again."""
+    """Put every module into eval mode without the fused attention path, and back again.
+
+    Gradients are on only if the graph may need them, for they keep all activations alive.
+    """
     modes = {module: module.training for module in gm.modules()}
     gm.eval()
     try:
-        with unfused_attention():
+        with unfused_attention(), torch.set_grad_enabled(_takes_gradients(gm)):
             yield
     finally:
         for module, training in modes.items():
@@ -172,5 +180,5 @@ def run(
     placed = place_arguments(gm, inputs)
     # Otherwise autocast would reuse earlier casts of weights, tensors that carry no labels.
     torch.clear_autocast_cache()
-    with evaluating(gm), torch.no_grad(), flow:
+    with evaluating(gm), flow:
         return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)

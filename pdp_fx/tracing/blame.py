@@ -16,15 +16,18 @@ from pdp_fx.tracing.leaves import stores_tensors
 from pdp_fx.tracing.source import is_users
 from pdp_fx.tracing.steps import Whole
 
+_NEVER = ("forward", "train", "eval")
+"""Methods that are not kept whole: a module as a whole, and what only sets its mode."""
+
 
 def to_blame(
     frame: FrameType | None, module: nn.Module, path: str, paths: Mapping[int, str], tried: Container[Whole]
 ) -> Whole:
     """The part to keep whole because of what a frame does.
 
-    That is the innermost method of one of the model's modules, other than `forward`, among the frames between
-    the forward of the current module and ``frame``; else, if the current module stores tensors, the outermost
-    function among them; else the current module.
+    That is the innermost method of one of the model's modules, but for those of `_NEVER`, among the frames
+    between the forward of the current module and ``frame``; else, if the current module stores tensors, the
+    outermost function among them; else the current module.
 
     Args:
         frame: where the recording failed.
@@ -41,7 +44,7 @@ def to_blame(
             break
         if found is None:
             functions += [function for function in _functions(frame) if function not in tried]
-        elif name != "forward":
+        elif name not in _NEVER:
             whole = Whole(found, name)
             if whole not in tried and not name.startswith("_call_impl"):
                 return whole

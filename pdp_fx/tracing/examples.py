@@ -284,8 +284,20 @@ def example_call(example_inputs: object) -> ExampleCall:
     """Read example inputs: a tensor is one positional argument, a tuple several, a mapping has keyword ones.
 
     Raises:
-        TraceError: they are something else.
+        TraceError: they are something else, or cannot be copied.
     """
+    call = _as_call(example_inputs)
+    try:
+        call.fresh()
+    except Exception as err:
+        raise TraceError(
+            f"the example inputs cannot be copied ({type(err).__name__}: {err}), as they are for each run of "
+            "the model; give what copy.deepcopy can copy"
+        ) from err
+    return call
+
+
+def _as_call(example_inputs: object) -> ExampleCall:
     if isinstance(example_inputs, torch.Tensor):
         return ExampleCall((example_inputs,), {})
     if isinstance(example_inputs, tuple):

@@ -75,7 +75,7 @@ class Findings:
         return made
 
     def plainer(self, err: Exception) -> Findings | None:
-        """The findings to trace the model anew with fewer live numbers or choices; None if none are left.
+        """The findings to trace the model anew with less of it followed; None if there is nothing to leave.
 
         Args:
             err: why tracing has failed.
@@ -93,6 +93,13 @@ class Findings:
         if self.follows_draws and any(made.draws or made.draws_outside for made, _ in self._made.values()):
             self.follows_draws = False
             return replace(self.anew(), follows_ragged=self.follows_ragged, casts=self.casts)
+        # What a method that is kept whole reads may be set by one of its module that is not.
+        modules = {
+            Whole(whole.path): why for whole, why in self.opaque.items() if whole.path and whole.method
+        }
+        if not self.tried.issuperset(modules):
+            plainest = replace(self.anew(), follows_ragged=self.follows_ragged, casts=self.casts)
+            return replace(plainest, lasting=self.lasting | modules)
         return None
 
     def keep_whole(self, whole: Whole, reason: str) -> None:

@@ -9,7 +9,7 @@ from torch import fx, nn
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.given import Uses, batch_sizes, check_inputs, plain_parts, sizes_held, tensors_given
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.shapes import Facts, check_step
+from pdp_fx.tracing.shapes import Facts, by_depth, check_step
 from pdp_fx.tracing.steps import Recording
 from pdp_fx.tracing.structure import as_base, has_tensors
 
@@ -84,8 +84,8 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             kwargs[argument.name] = value
         elif argument.given:
             args.append(value)
-    if fixed:
-        recorder.steps.append(check_inputs(fixed, recorder.scope))
+    for facts in by_depth(fixed):
+        recorder.steps.append(check_inputs(facts, recorder.scope))
     _check_sizes(recorder, batches, sizes)
     return ExampleCall(tuple(args), kwargs)
 

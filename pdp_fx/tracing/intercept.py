@@ -34,7 +34,7 @@ from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, namespaces, replaced
 from pdp_fx.tracing.source import user_frame
-from pdp_fx.tracing.steps import Step, Whole
+from pdp_fx.tracing.steps import Step, UnrecordableError, Whole
 
 _READS_NUMBERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 """Functions that read many numbers at once, which a dispatch mode does not see."""
@@ -78,6 +78,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(Distribution, "_validate_args", False),
         replaced(functional, "multi_head_attention_forward", attention),
         replaced(nn.Module, "__call__", _module_call(recorder)),
+        replaced(nn.Module, "train", _train(recorder)),
         replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
         entries(_bound_applies(recorder)),
         _autocasts(recorder),
@@ -100,6 +101,22 @@ def _module_call(recorder: Recorder) -> Callable[..., Any]:
         return recorder.guarded(run_module, recorder, module, call, args, kwargs)
 
     return module_call
+
+
+def _train(recorder: Recorder) -> Callable[..., Any]:
+    train = nn.Module.train
+
+    def refuse(module: nn.Module, mode: bool) -> None:
+        path = recorder.paths.get(id(module), "")
+        name = f"module {path!r}" if path else "itself"
+        raise UnrecordableError(f"puts {name} into {'training' if mode else 'eval'} mode as it runs")
+
+    def set_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+        if not recorder.inside and any(part.training != mode for part in module.modules()):
+            recorder.guarded(refuse, module, mode)
+        return train(module, mode)
+
+    return set_mode
 
 
 def _function_apply(recorder: Recorder) -> Callable[..., Any]:

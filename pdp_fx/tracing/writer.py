@@ -132,18 +132,25 @@ class Writer:
         gate = self.gate_of(operands) or gate
         if not operands or gate is not None:
             return self._gated(op, call, args, kwargs, gate) if gate else self._node(op, call, args, kwargs)
-        anchor = max(operands)
-        if anchor.op == "placeholder":
-            anchor = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        anchor = self._anchor(max(operands))
         with self.graph.inserting_after(self._tails.get(anchor, anchor)):
             node = self._tails[anchor] = self._node(op, call, args, kwargs)
         return node
 
+    def _anchor(self, operand: fx.Node) -> fx.Node:
+        """Behind which node to write what reads this one: itself, or the last of the inputs for an input."""
+        if operand.op != "placeholder":
+            return operand
+        return [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+
     def _reach_after(self, node: fx.Node) -> None:
-        """Insert reads of parts of a container after this node if it checks the container's length."""
+        """Insert reads of parts of a container after this node if it checks the container's length or keys.
+
+        Otherwise a missing part would be Python's error, without a word of why it is expected.
+        """
         if node.target is torch._assert:
-            for length in _lengths(node.args[0]):
-                self._tails[length.all_input_nodes[0]] = node
+            for asked in _asked_of_containers(node.args[0]):
+                self._tails[self._anchor(asked.all_input_nodes[0])] = node
 
     def flag(self, owner: str) -> fx.Node:
         """Whether a module is in training mode."""
@@ -215,11 +222,10 @@ def _nodes(args: Any) -> list[fx.Node]:
     return found
 
 
-def _lengths(condition: Any) -> list[fx.Node]:
-    """The nodes of a condition that ask for the length of a container which is not an input."""
+def _asked_of_containers(condition: Any) -> list[fx.Node]:
+    """The nodes of a condition that ask for the length or the keys of a container."""
     asked = condition.all_input_nodes if isinstance(condition, fx.Node) else []
-    lengths = [node for node in asked if node.target is operator.length_hint]
-    return [node for node in lengths if node.all_input_nodes[0].op != "placeholder"]
+    return [node for node in asked if node.target in (operator.length_hint, sorted)]
 
 
 def _hashable(arg: Any) -> Any:

@@ -7,6 +7,7 @@ from tests.channels.nets_borrowed import BORROWED
 from tests.channels.nets_choices import CHOICES
 from tests.channels.nets_constants import CONSTANTS
 from tests.channels.nets_convolutions import CONVOLUTIONS
+from tests.channels.nets_gradients import GRADIENTS
 from tests.channels.nets_heads import HEAD_CONSTRUCTS
 from tests.channels.nets_indexing import INDEXING
 from tests.channels.nets_layout import LAYOUT
@@ -32,6 +33,7 @@ CONSTRUCTS: tuple[Construct, ...] = (
     *ATTENTION,
     *PRODUCTS,
     *CHOICES,
+    *GRADIENTS,
     *HEAD_CONSTRUCTS,
     *ALIASING,
     *NORMS,

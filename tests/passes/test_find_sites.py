@@ -86,6 +86,18 @@ def test_a_model_without_weights_is_refused() -> None:
         sites(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()), torch.randn(3, 4))
 
 
+def test_a_model_whose_weights_are_out_of_reach_is_refused_with_the_reason() -> None:
+    class Own(nn.Linear):
+        """Another class than torch's, which decides by its data."""
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) if input.sum() > 0 else input
+
+    why = r"can be pruned\n  no mask can be put on 0.weight, which 0 uses inside itself"
+    with pytest.raises(SpecError, match=why):
+        sites(nn.Sequential(Own(4, 4)), torch.randn(3, 4))
+
+
 class Products(nn.Module):
     """Weights on either side of products of any kind."""
 

@@ -2,6 +2,7 @@ import dataclasses
 import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,8 +158,29 @@ def test_nested_containers_are_reached_into() -> None:
         return {"x": rows(n), "parts": [rows(n) for _ in range(parts)]}
 
     gm = exact(Batch(), (batch(2),), (batch(3),))
-    with pytest.raises(AssertionError, match=r"len\(batch\['parts'\]\)=2"):
-        gm(batch(2, parts=3))
+    for parts in (1, 3):
+        with pytest.raises(AssertionError, match=r"len\(batch\['parts'\]\)=2"):
+            gm(batch(2, parts=parts))
+    with pytest.raises(AssertionError, match=r"sorted\(batch\)=\['parts', 'x'\]"):
+        gm({"x": rows(2)})
+
+
+class Each(nn.Module):
+    """Goes through a list, which has no other check than that of its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+        return [self.linear(x) for x in xs]
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_lists_of_another_length_are_refused_before_they_are_read(length: int) -> None:
+    gm = exact(Each(), ([rows(2) for _ in range(3)],))
+    with pytest.raises(AssertionError, match=r"len\(xs\)=3"):
+        gm([rows(2) for _ in range(length)])
 
 
 def test_where_the_model_may_ask_whether_there_is_a_tensor_the_graph_wants_one() -> None:
@@ -346,3 +368,16 @@ def test_inputs_that_hide_tensors_are_refused(kind: str) -> None:
 
     with pytest.raises(TraceError, match=f"there is a {kind} in the example inputs"):
         trace(Unpacks(), ([make(torch.randn(2, 4))],))
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose keys are attributes, too, and that does not say so in the way that Python wants."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@pytest.mark.parametrize("kind", [Attributes, MappingProxyType])
+def test_inputs_that_cannot_be_copied_are_refused(kind: Any) -> None:
+    with pytest.raises(TraceError, match=r"the example inputs cannot be copied \((KeyError|TypeError): "):
+        trace(Batch(), (kind({"x": rows(2), "parts": [rows(2)]}),))

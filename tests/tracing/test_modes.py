@@ -286,3 +286,45 @@ class Discards(nn.Module):
 
 def test_running_statistics_follow_what_is_normalised_for_nobody() -> None:
     exact(Discards(), torch.randn(5, 4), torch.randn(3, 4))
+
+
+class SetsModes(nn.Module):
+    """Sets the mode of a layer as it runs: its statistics stay, or it drops in evaluation, too."""
+
+    def __init__(self, training: bool, restores: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()
+        self.mode, self.restores = training, restores
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.drop if self.mode else self.norm
+        before = layer.training
+        if self.mode:
+            layer.train()
+        else:
+            layer.eval()
+        x = layer(self.linear(x))
+        if self.restores:
+            layer.train(before)
+        return x
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_module_that_sets_modes_as_it_runs_stays_whole(training: bool, restores: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), SetsModes(training, restores))
+    gm = exact(model, torch.randn(5, 4), torch.randn(3, 4))
+    mode = "'drop' into training mode" if training else "'norm' into eval mode"
+    assert opaque(gm)["1"].startswith(f"puts module '1.{mode[1:]} as it runs")
+    with pytest.raises(TraceError, match=f"it puts module {mode} as it runs .*test_modes.py"):
+        trace(model[1], torch.randn(5, 4))
+
+
+def test_modes_that_are_set_to_what_they_are_change_nothing() -> None:
+    class Frozen(SetsModes):
+        def train(self, mode: bool = True) -> Self:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    assert not opaque(exact(Frozen(training=False, restores=False), torch.randn(5, 4), torch.randn(3, 4)))

@@ -670,3 +670,24 @@ def test_a_method_is_kept_whole_whatever_it_calls_its_module() -> None:
 
     gm = exact(Decided(), torch.randn(2, 4).requires_grad_())
     assert set(opaque(gm)) == {"signed"}
+
+
+class TellsItself(nn.Module):
+    """Tells a method by an attribute what to do, and the method branches on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.limit = x.shape[0] * 2
+        return self.linear(self.limited(x))
+
+    def limited(self, x: Tensor) -> Tensor:
+        return x / 2 if x.sum() > self.limit else x
+
+
+def test_a_module_whose_method_reads_what_another_sets_stays_whole() -> None:
+    gm = exact(Around(TellsItself()), torch.rand(3, 4), torch.rand(5, 4) * 100)
+    (name,) = opaque(gm)
+    assert isinstance(gm.get_submodule(name), TellsItself)
