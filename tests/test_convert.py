@@ -188,6 +188,30 @@ def test_the_converted_model_exports_and_compiles(name: str, spec: PruneSpec, tm
     torch.testing.assert_close(compiled(x), expected, rtol=1e-6, atol=1e-6)
 
 
+class Masked(nn.Module):
+    """Takes a mask, and between it and the data something that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x if shift is None else x + shift
+        x = torch.relu(self.inner(x))
+        return self.out(x if mask is None else x * mask[:, None])
+
+
+def test_inputs_given_by_name_are_exported_strictly() -> None:
+    given = {"x": torch.randn(4, 6), "mask": torch.ones(4)}
+    prepared = pdp_fx.prepare(Masked(), SPECS["channels"], given)
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    exported = torch.export.export(converted, (), given, strict=True).module()
+    torch.testing.assert_close(exported(**given), converted(**given))
+    with pytest.raises(AssertionError, match="mask=a tensor"):
+        torch.export.export(converted, (), given, strict=False)
+
+
 @pytest.mark.parametrize(
     ("name", "spec"), [("residual", SPECS["channels"]), ("conv", MIXED)], ids=["channels", "mixed"]
 )
