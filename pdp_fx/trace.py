@@ -43,10 +43,11 @@ from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, u
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import sizes_to_hold
-from pdp_fx.tracing.steps import Whole
+from pdp_fx.tracing.steps import SettingError, Whole
 from pdp_fx.tracing.structure import arrays, hiding_tensors, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
+from pdp_fx.tracing.unmoved import unmoved_iterators
 from pdp_fx.tracing.unscripting import unscripted
 from pdp_fx.tracing.unseen import followed_unseen
 from pdp_fx.tracing.verify import Runner, run, tried
@@ -102,6 +103,7 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
         unfused_attention(),
         unwritten(model),
         own_generators(model),
+        unmoved_iterators(model),
     ):
         with unscripted() as scripts:
             gm = _trace_until_nothing_lasts(model, example, watch)
@@ -148,7 +150,14 @@ def _traced(
         plainer = findings.plainer(err)
         if plainer is None:
             raise
-    return _traced(model, example, plainer, watch)
+        first = err
+    try:
+        return _traced(model, example, plainer, watch)
+    except TraceError:
+        if isinstance(first, SettingError):
+            # It says what the model asks for; how the graph fails if the model is told otherwise does not.
+            raise first from None
+        raise
 
 
 def _for_other_batches(
@@ -328,7 +337,7 @@ def _trace_by_recording(
             return _trace_as_compiled(model, example, findings, plain, direct, watch)
         except TraceError as err:
             _log.info("traced as an uncompiled model: %s", err)
-    return exact_graph(model, example, direct, plain, watch, findings.asks_gradients)
+    return exact_graph(model, example, direct, plain, watch, findings.asks)
 
 
 def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
@@ -361,7 +370,7 @@ def _trace_as_compiled(
         recordings = _recorded(model, example, findings.anew())
         if direct is not None and recordings.opacity(model) >= direct.opacity(model):
             raise TraceError("the model decides by its data even when it is being compiled")
-        return exact_graph(model, example, recordings, compiled, watch, findings.asks_gradients)
+        return exact_graph(model, example, recordings, compiled, watch, findings.asks)
 
 
 def _accept(size: list[int]) -> None:

@@ -567,3 +567,15 @@ def test_a_masked_model_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ExplicitConv2d, "forward", fails)
     with pytest.raises(VerifyError, match="masked model fails: ValueError: no such argument"):
         pdp_fx.prepare(model, at_once(RULES["unstructured"]), x)
+
+
+@every_rule
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+def test_layers_compiled_in_place_are_pruned(place: int, rule: Rule) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    plain, x = copy.deepcopy(model), torch.randn(3, 8)
+    model[place].compile(backend="eager")
+    found, expected = pruned(model, at_once(rule), x), pruned(plain, at_once(rule), x)
+    assert torch.equal(found(x), expected(x))
+    assert torch.equal(pdp_fx.convert(found)(x), pdp_fx.convert(expected)(x))

@@ -12,7 +12,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
-from pdp_fx.channels.record import Labelled
+from pdp_fx.channels.record import Labelled, stored
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
@@ -53,9 +53,11 @@ class _FlowInterpreter(Interpreter):
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors):
             self.flow.record.masks.add(n.name)
-        self.flow.record.values[n.name] = tuple(
-            Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors
-        )
+        values = tuple(Labelled(tuple(t.shape), self.flow.layers(t)) for t in tensors)
+        self.flow.record.values[n.name] = values
+        if n.op == "get_attr":
+            # Passes replace reads of parameters by others.
+            self.flow.record.values[stored(str(n.target))] = values
         return result
 
     def run_followed(self, node: fx.Node) -> Any:

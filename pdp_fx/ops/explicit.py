@@ -267,6 +267,8 @@ def reclass(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
         return value.copy() if name.startswith("_") and isinstance(value, (dict, set, list)) else value
 
     made.__dict__.update((name, own(name, value)) for name, value in module.__dict__.items())
+    # What `module.compile()` has compiled is a call of the module.
+    made.__dict__.pop("_compiled_call_impl", None)
     return made
 
 

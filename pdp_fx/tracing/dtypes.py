@@ -2,10 +2,11 @@
 
 Both pass the same object to torch, but the first must follow when the model is cast to bfloat16 or runs under
 autocast. The source code tells them apart: the argument is an attribute `dtype`, or a variable that was
-assigned one. The recorder knows whose `dtype` was read.
+assigned one, or one that the caller was given so. The recorder knows whose `dtype` was read.
 """
 
 import ast
+import sys
 from collections import deque
 from dataclasses import dataclass
 from types import FrameType
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing.expressions import Located, expression_at
-from pdp_fx.tracing.source import user_frame
+from pdp_fx.tracing.source import is_ours, runs_models, user_frame
 from pdp_fx.tracing.steps import Expr, Value
 
 
@@ -42,21 +43,20 @@ class Dtypes:
             value: where the tensor comes from.
             step: the number of steps so far.
         """
-        frame = user_frame()
-        if dtype.is_floating_point and frame is not None:
-            self._reads.append(_Read(id(frame), dtype, value, step))
+        if dtype.is_floating_point or dtype.is_complex:
+            self._reads.append(_Read(id(user_frame()), dtype, value, step))
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
         wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
         wanted = {dtype for dtype in wanted if any(read.dtype is dtype for read in self._reads)}
-        frame = user_frame() if wanted else None
-        if frame is None or not _names_a_dtype(expression_at(frame)):
+        frame = user_frame()
+        if not wanted or not (_is_told_a_dtype() or _names_a_dtype(frame)):
             return {}
         found = {dtype: self._latest(dtype, frame, step) for dtype in wanted}
         return {dtype: Expr(getattr, (value, "dtype")) for dtype, value in found.items() if value is not None}
 
-    def _latest(self, dtype: torch.dtype, frame: FrameType, step: int) -> Value | None:
+    def _latest(self, dtype: torch.dtype, frame: FrameType | None, step: int) -> Value | None:
         for read in reversed(self._reads):
             # A property of the user's may have read it, in a frame of its own, just now.
             if read.dtype is dtype and (read.frame == id(frame) or read.step == step):
@@ -64,12 +64,47 @@ class Dtypes:
         return None
 
 
-def _names_a_dtype(located: Located | None) -> bool:
-    """Whether an argument of a call is some tensor's dtype."""
-    if located is None or not isinstance(located.node, ast.Call):
+def _is_told_a_dtype() -> bool:
+    """Whether an argument of the innermost call of torch's or the model's code is some tensor's dtype.
+
+    It may be an argument of the function that makes the call, if its caller passes a dtype.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not runs_models(frame):
+        if not _is_between(frame.f_code.co_filename):
+            if _names_a_dtype(frame):
+                return True
+            if not any(_is_given_dtype(argument, frame) for argument in _arguments(expression_at(frame))):
+                return False
+        frame = frame.f_back
+    return False
+
+
+def _is_between(filename: str) -> bool:
+    """Whether code only passes calls on to the recorder."""
+    return is_ours(filename) or filename == torch.overrides.__file__
+
+
+def _is_given_dtype(argument: ast.expr, frame: FrameType) -> bool:
+    """Whether an argument is a dtype that the function which runs in a frame was given."""
+    if not isinstance(argument, ast.Name):
         return False
-    arguments = (*located.node.args, *(keyword.value for keyword in located.node.keywords))
-    return any(_is_dtype(argument, located) for argument in arguments)
+    code = frame.f_code
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return argument.id in given and isinstance(frame.f_locals.get(argument.id), torch.dtype)
+
+
+def _arguments(located: Located | None) -> list[ast.expr]:
+    """The arguments of a call; none if there is no call."""
+    if located is None or not isinstance(located.node, ast.Call):
+        return []
+    return [*located.node.args, *(keyword.value for keyword in located.node.keywords)]
+
+
+def _names_a_dtype(frame: FrameType | None) -> bool:
+    """Whether an argument of the call that a frame makes is some tensor's dtype."""
+    located = None if frame is None else expression_at(frame)
+    return located is not None and any(_is_dtype(argument, located) for argument in _arguments(located))
 
 
 def _is_dtype(expression: ast.expr, located: Located) -> bool:

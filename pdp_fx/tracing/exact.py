@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import fx, nn
 
 from pdp_fx.errors import TraceError
@@ -15,9 +15,11 @@ from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.selecting import does_more
+from pdp_fx.tracing.settings import Setting
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import Recording, UnprovenError, is_ragged
-from pdp_fx.tracing.verify import Runner, emptying, run, seeded, tried
+from pdp_fx.tracing.steps import Recording, SettingError, UnprovenError, is_ragged
+from pdp_fx.tracing.structure import tensors
+from pdp_fx.tracing.verify import Runner, called, emptying, run, seeded, tried
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ def exact_graph(
     recordings: Recordings,
     plain: Outcome,
     watch: Runner | None,
-    asks_gradients: str = "",
+    asks: Mapping[Setting, str],
 ) -> fx.GraphModule:
     """The graph of two recordings, whose results equal the model's in each mode, bit for bit.
 
@@ -41,7 +43,7 @@ def exact_graph(
         recordings: its recordings in both modes.
         plain: the outcome of the model in eval mode in a run that was not recorded.
         watch: as in `pdp_fx.trace.trace`.
-        asks_gradients: as in `Findings`.
+        asks: as in `Findings`.
 
     Raises:
         TraceError: the results differ, or the graph fails.
@@ -54,8 +56,7 @@ def exact_graph(
             _check_empty_selections(gm, model, example, recordings)
             _check_other_numbers(gm, model, example, recordings)
             _check_other_draws(gm, model, example, recordings)
-            if asks_gradients:
-                _check_without_gradients(gm, model, example, asks_gradients)
+            _check_other_settings(gm, model, example, asks)
             return gm
     raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
 
@@ -102,21 +103,33 @@ def _check_other_draws(
             raise TraceError(f"the graph of {type(model).__name__} was discarded: it {difference}")
 
 
-def _check_without_gradients(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, asks: str) -> None:
-    """Check that a model which asks about gradients does the same without them as with them.
+def _check_other_settings(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, asks: Mapping[Setting, str]
+) -> None:
+    """Check that the graph does what the model does in the settings that the model asks about.
 
     Raises:
-        TraceError: the graph and the model differ.
+        SettingError: they differ.
     """
-    for training, mode in MODES.items():
-        with torch.no_grad():
-            wanted, got = tried(model, example, training), tried(gm, example, training, model)
-        problem = wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
-        if problem:
-            raise TraceError(
-                f"the graph of {type(model).__name__} was discarded: where gradients are off it {problem} in "
-                f"{mode} mode; {asks} asks whether they are on: ask self.training instead"
-            )
+    device = next((tensor.device.type for tensor in tensors((example.args, example.kwargs))), "cpu")
+    for setting, line in asks.items():
+
+        def within(one: Any, call: ExampleCall, setting: Setting = setting) -> Any:
+            with setting.entered(device):
+                return called(one, call)
+
+        for training, mode in MODES.items():
+            wanted = tried(model, example, training, runner=within)
+            if not isinstance(wanted, Outcome):
+                continue
+            got = tried(gm, example, training, model, runner=within)
+            problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"
+            if problem:
+                raise SettingError(
+                    f"the graph of {type(model).__name__} was discarded: {setting.value} it {problem} in "
+                    f"{mode} mode; {line} asks whether that is so: ask self.training or an argument instead",
+                    setting,
+                )
 
 
 def _check_empty_selections(
@@ -181,6 +194,8 @@ def reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome
     """
     try:
         return run(model, example, training)
+    except TraceError:
+        raise
     except Exception as err:
         raise TraceError(
             f"the model itself fails on the example inputs in {MODES[training]} mode: "

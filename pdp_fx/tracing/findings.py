@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdp_fx.tracing.objects import Bound
+from pdp_fx.tracing.settings import Setting
 from pdp_fx.tracing.sizes import Casts
-from pdp_fx.tracing.steps import Recording, UnprovenError, Whole
+from pdp_fx.tracing.steps import Recording, SettingError, UnprovenError, Whole
 
 
 @dataclass
@@ -35,7 +36,9 @@ class Findings:
         opaque: the modules, methods and functions to keep whole, each with the reason.
         tried: all parts that were ever kept whole, which must not be proposed again.
         asked: whether the model asked if it is being compiled.
-        asks_gradients: a line that asks whether gradients are on, or whether a tensor has any; or empty.
+        asks: the settings that the model asks about, each with a line that does, also by asking whether a
+            tensor has gradients.
+        as_if_cast: whether the model is told that autocast is on, and so leaves it where it leaves it at all.
         sizes: what the model does with sizes; kept when the model is traced anew.
         lasting: the parts to keep whole, with the reasons, whenever the model is traced anew.
         casts: the globals of code in which `int` and `float` are replaced by functions that return live
@@ -50,7 +53,8 @@ class Findings:
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
-    asks_gradients: str = ""
+    asks: dict[Setting, str] = field(default_factory=dict[Setting, str])
+    as_if_cast: bool = False
     sizes: Sizes = field(default_factory=Sizes)
     lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
@@ -71,7 +75,7 @@ class Findings:
         sizes = self.sizes if sizes is None else sizes
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
-        made.unproven = self.unproven
+        made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
         return made
 
     def plainer(self, err: Exception) -> Findings | None:
@@ -84,6 +88,9 @@ class Findings:
         if asked:
             lines = {err.source} if isinstance(err, UnprovenError) else asked
             return replace(self.anew(), unproven=self.unproven | lines)
+        if isinstance(err, SettingError):
+            casts = err.setting is Setting.AUTOCAST and not self.as_if_cast
+            return replace(self.anew(), as_if_cast=True) if casts else None
         if self.met_ragged and not self.checks_ragged:
             return replace(self.anew(), checks_ragged=True)
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):

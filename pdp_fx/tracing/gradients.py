@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from pdp_fx.tracing.reads import note_gradients
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.steps import Step, UnrecordableError
@@ -30,16 +29,9 @@ _ARE_ON = torch.is_grad_enabled
 
 @contextmanager
 def gradient_blocks(recorder: Recorder) -> Generator[None, None, None]:
-    """Record what the blocks of a model find on entry, that they restore it, and who else asks for it."""
+    """Record what the blocks of a model find on entry, and that they restore it."""
     found: dict[int, Step] = {}
-
-    def are_on() -> bool:
-        if not recorder.inside:
-            note_gradients(recorder)
-        return _ARE_ON()
-
     with ExitStack() as stack:
-        stack.enter_context(replaced(torch, "is_grad_enabled", are_on))
         for kind, name in _BEGINNINGS:
             stack.enter_context(replaced(kind, name, _begin(recorder, getattr(kind, name), found)))
             stack.enter_context(replaced(kind, "__exit__", _end(recorder, kind.__exit__, found)))

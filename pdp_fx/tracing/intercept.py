@@ -33,6 +33,7 @@ from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, namespaces, replaced
+from pdp_fx.tracing.settings import noting_settings
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Step, UnrecordableError, Whole
 
@@ -86,6 +87,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         _methods_whole(recorder),
         casting(recorder),
         gradient_blocks(recorder),
+        noting_settings(recorder),
         recorder.watch,
         _Listener(recorder),
     ):

@@ -9,7 +9,7 @@ are on.
 import operator
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -58,16 +58,15 @@ def preserved(*models: nn.Module) -> Generator[None, None, None]:
     """Restore the models and the random number generators at the end, also after an error."""
     modules = {id(module): module for model in models for module in model.modules()}
     saved, gradients = [_Saved(module) for module in modules.values()], torch.is_grad_enabled()
-    with generators_restored():
-        try:
-            yield
-        finally:
-            # A graph that fails where gradients are off leaves them off.
-            torch._C._set_grad_enabled(gradients)
-            for item in saved:
-                item.restore()
-            if (parameters := _PARAMETERS.get()) is not None:
-                parameters.put_back()
+    # Should one not be restored, the others are.
+    with generators_restored(), ExitStack() as stack:
+        if (parameters := _PARAMETERS.get()) is not None:
+            stack.callback(parameters.put_back)
+        for item in saved:
+            stack.callback(item.restore)
+        # A graph that fails where gradients are off leaves them off.
+        stack.callback(torch._C._set_grad_enabled, gradients)
+        yield
 
 
 @contextmanager

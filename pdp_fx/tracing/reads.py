@@ -1,7 +1,6 @@
 """How reads of a tensor's metadata and numbers are recorded: sizes, devices, dtypes, items, truth values."""
 
 import operator
-import sys
 from typing import Any
 
 import torch
@@ -10,10 +9,11 @@ from pdp_fx.tracing import functions
 from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judged, only_unpacks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
 from pdp_fx.tracing.selecting import asks_any
+from pdp_fx.tracing.settings import Setting, note_asked
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.skipping import reads
-from pdp_fx.tracing.source import is_ours, is_users, source_line, user_frame
+from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import (
     Expr,
     NumberReadError,
@@ -32,7 +32,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     name = functions.name_of(function)
     recorder.findings.sizes.read |= name in functions.SIZES
     if name in functions.OF_GRADIENTS and not functions.is_setter(function):
-        note_gradients(recorder)
+        note_asked(recorder, Setting.NO_GRADIENTS)
     if functions.is_setter(function):
         if name == "requires_grad":
             return recorder.function(torch.Tensor.requires_grad_, args, kwargs)
@@ -55,15 +55,6 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     if name in ("split", "unbind", "chunk"):
         _check_parts(recorder, (*args[1:], *kwargs.values()) if name == "split" else (), result)
     return result
-
-
-def note_gradients(recorder: Recorder) -> None:
-    """Note a line of the model's own code that asks about gradients."""
-    frame = sys._getframe()
-    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    if is_users(frame.f_code.co_filename):
-        recorder.findings.asks_gradients = source_line()
 
 
 def _hold_rank(recorder: Recorder, squeezed: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import _checkpoint_hook
 
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
+from pdp_fx.tracing.steps import UnrecordableError
 
 RECOMPUTED = "recomputed"
 """The entry of a node's `meta` with the number, from 1, of the call of `checkpoint` that it belongs to."""
@@ -24,12 +25,17 @@ _MARK = "# COUNTER: "
 
 @contextmanager
 def noting_recomputed(recorder: Recorder) -> Generator[None, None, None]:
-    """Tell the recorder when the model enters and leaves `checkpoint(..., use_reentrant=False)`."""
+    """Tell the recorder when the model enters and leaves `checkpoint(..., use_reentrant=False)`.
+
+    Other hooks on what is saved for the backward pass are refused: a graph does not hold them.
+    """
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter, leave = hooks.__enter__, hooks.__exit__
     within: dict[int, Any] = {}
 
     def hooks_enter(self: Any) -> Any:
+        if not recorder.inside and not isinstance(self, _checkpoint_hook):
+            recorder.guarded(_refuse_hooks)
         if isinstance(self, _checkpoint_hook) and not recorder.inside:
             within[id(self)] = recorder.recomputing()
             within[id(self)].__enter__()
@@ -42,6 +48,10 @@ def noting_recomputed(recorder: Recorder) -> Generator[None, None, None]:
 
     with replaced(hooks, "__enter__", hooks_enter), replaced(hooks, "__exit__", hooks_exit):
         yield
+
+
+def _refuse_hooks() -> None:
+    raise UnrecordableError("changes what is saved for the backward pass, by saved_tensors_hooks")
 
 
 def run_recomputed(recorder: Recorder, args: Sequence[Any]) -> Any:

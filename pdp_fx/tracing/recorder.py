@@ -407,6 +407,8 @@ class Recorder:
 
     def commit(self, step: Step, result: Any, changed: tuple[torch.Tensor, ...]) -> Any:
         """Add a step that has run, and return its result as the model's code gets it."""
+        if any(tensor.is_nested for tensor in tensors(result)):
+            raise UnrecordableError("makes a nested tensor, whose rows differ in length")
         self.steps.append(step)
         step.changes = tuple(self.origins.value(tensor) for tensor in changed)
         for tensor in changed:
@@ -415,6 +417,8 @@ class Recorder:
         return self.origins.adopt(result, step, changed)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided and not tensor.requires_grad:
+            return self.run(torch.Tensor.detach, (tensor,), {})
         return self.run(torch.Tensor.view_as, (tensor, tensor), {})
 
 

@@ -27,6 +27,11 @@ def runs_model(function: Function) -> Function:
     return function
 
 
+def runs_models(frame: FrameType) -> bool:
+    """Whether a function that was marked with `runs_model` runs in a frame."""
+    return frame.f_code in _RUNNERS
+
+
 @cache
 def is_users(filename: str) -> bool:
     """Whether a file of code is no file of torch, pdp_fx, `contextlib`, or a part of Python that has none.
@@ -45,7 +50,7 @@ def user_frame(start: FrameType | None = None) -> FrameType | None:
     """The innermost frame of the model's code, which lies outside torch and pdp_fx, or None."""
     frame = sys._getframe(1) if start is None else start
     while frame is not None and not is_users(frame.f_code.co_filename):
-        if frame.f_code in _RUNNERS:
+        if runs_models(frame):
             return None
         frame = frame.f_back
     return frame

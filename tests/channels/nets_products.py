@@ -94,7 +94,8 @@ class SumsOverNeighbours(nn.Module):
         self.register_buffer("joined", joined.to_sparse())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sparse.mm(self.joined, self.out(torch.relu(self.joined @ self.inner(x))))
+        joined = self.joined.to(x.dtype)
+        return torch.sparse.mm(joined, self.out(torch.relu(joined @ self.inner(x))))
 
 
 class SparseMixture(nn.Module):

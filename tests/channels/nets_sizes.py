@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.channels.construct import Construct, conv_bn, images, sequences, words
+from tests.channels.construct import Construct, conv_bn, images, sequences, vectors, words
 from tests.channels.nets_refusals import Between
 
 
@@ -459,7 +459,28 @@ class HalvesByBuffer(HalvesByConstant):
         return self.width
 
 
+class DividedByWeights(nn.Module):
+    """Divides by how many weights there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.inner(x))) / sum(p.numel() for p in self.parameters())
+
+
+class ScaledByRowsOfWeight(DividedByWeights):
+    """Asks a weight and a bias how wide a layer is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.inner(x)) / self.inner.weight.shape[0]
+        return self.out(x) * self.inner.bias.numel() ** 0.5
+
+
 SIZES = (
+    Construct(DividedByWeights, vectors(), removed=4),
+    Construct(ScaledByRowsOfWeight, vectors(), removed=4),
     Construct(DividedByWidth, images(), removed=7),
     Construct(DividedByWidthAndPixels, images(), removed=7),
     Construct(GatedByMean, images(), removed=7),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
+from pdp_fx.tracing import preserve
 from pdp_fx.tracing.preserve import preserved
 from tests.tracing.checks import Around, exact, opaque
 
@@ -203,3 +204,24 @@ def test_a_run_that_fails_leaves_gradients_as_they_were() -> None:
     with pytest.raises(ValueError, match="too early"):
         fails()
     assert torch.is_grad_enabled()
+
+
+def test_all_is_restored_although_one_thing_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
+    model, (broken, mean) = nn.Sequential(*norms), (norm.get_buffer("running_mean") for norm in norms)
+
+    def compare(one: Tensor, other: Tensor) -> bool:
+        if one is broken:
+            raise NotImplementedError
+        return torch.equal(one, other)
+
+    def changes() -> None:
+        with preserved(model):
+            model.eval()
+            mean.add_(1)
+
+    monkeypatch.setattr(preserve, "are_equal", compare)
+    with pytest.raises(NotImplementedError):
+        changes()
+    assert all(module.training for module in model.modules())
+    assert torch.equal(mean, torch.zeros(4))

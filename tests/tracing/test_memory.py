@@ -1,7 +1,10 @@
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
@@ -169,6 +172,52 @@ def test_a_dtype_read_from_a_tensor_follows_it() -> None:
     model.bfloat16()
     assert gm(x.bfloat16()).dtype == torch.bfloat16
     assert torch.equal(gm(x.bfloat16()), model(x.bfloat16()))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def test_a_dtype_follows_through_the_arguments_of_functions() -> None:
+    class Cast(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = cast(x, torch.float32) * 1.01
+            spectrum = torch.fft.rfft(self.linear(x).double())
+            part = torch.zeros(spectrum.shape, dtype=spectrum.dtype)
+            part[..., :2] = spectrum[..., :2]
+            return cast(wide, self.linear.weight.dtype) + torch.fft.irfft(part).to(x.dtype)
+
+    model = Cast()
+    gm = exact(model, torch.randn(3, 4))
+    (made,) = (node for node in gm.graph.nodes if node.target is torch.zeros)
+    assert made.kwargs["dtype"].target is getattr
+    x = torch.randn(3, 4).bfloat16()
+    model.bfloat16()
+    assert gm(x).dtype == torch.bfloat16
+    assert torch.equal(gm(x), model(x))
+
+
+class Pads(nn.Module):
+    """Torch itself passes dtypes on here: to the mask of padding, and to a mask of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 4)
+        prune.l1_unstructured(self.last, "weight", 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.attention(x, x, x, key_padding_mask=x[..., 0] > 9)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("model", [Pads(), nn.Sequential(Pads())], ids=["own", "inside"])
+def test_a_dtype_follows_through_functions_of_torch(model: nn.Module) -> None:
+    gm = exact(model, torch.randn(2, 5, 4))
+    x = torch.randn(2, 5, 4).bfloat16()
+    model.bfloat16()
+    for mine, own in ((gm, model), (copy.deepcopy(gm), model)):
+        assert torch.equal(mine.eval()(x), own.eval()(x))
 
 
 def test_a_tensor_made_before_the_run_is_a_constant() -> None:

@@ -2,6 +2,7 @@ import copy
 import math
 import pickle
 import random
+import warnings
 from typing import Any, cast
 
 import numpy as np
@@ -691,3 +692,27 @@ def test_a_module_whose_method_reads_what_another_sets_stays_whole() -> None:
     gm = exact(Around(TellsItself()), torch.rand(3, 4), torch.rand(5, 4) * 100)
     (name,) = opaque(gm)
     assert isinstance(gm.get_submodule(name), TellsItself)
+
+
+class Nests(nn.Module):
+    """Makes a nested tensor of the rows of a batch."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer, self.layout = nn.Linear(4, 4), layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nested = torch.nested.as_nested_tensor(list(x.unbind(0)), layout=self.layout)
+            return torch.nested.to_padded_tensor(self.layer(nested), 0.0)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_what_makes_nested_tensors_stays_whole(layout: torch.layout) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Nests(layout)).train()
+    gm = exact(model, torch.randn(2, 3, 4), torch.randn(4, 3, 4))
+    assert opaque(gm)["1"].startswith("makes a nested tensor")
+    with pytest.raises(TraceError, match="it makes a nested tensor"):
+        trace(model[1], torch.randn(2, 3, 4))
+    assert all(module.training for module in model.modules())

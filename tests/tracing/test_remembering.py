@@ -1,5 +1,7 @@
 """What a model keeps from one call to its next outside its buffers."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -151,3 +153,30 @@ def test_a_module_that_adds_a_buffer_is_kept_whole() -> None:
     warm = Grows()
     warm(torch.randn(2, 3, 4))
     assert not opaque(exact(warm, torch.randn(2, 3, 4)))
+
+
+class Cycles(nn.Module):
+    """Keeps an iterator, and one that it never uses."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.layer, self.moves = nn.Linear(4, 4), moves
+        self.steps, self.spare = itertools.cycle([1.0, 1.0, 2.0]), iter([1, 2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * next(self.steps) if self.moves else x
+
+
+def test_a_model_that_moves_an_iterator_on_is_refused_and_the_iterator_stays() -> None:
+    cycles = Cycles(moves=True)
+    model = nn.Sequential(cycles)
+    with pytest.raises(TraceError, match=r"moves on the iterator 0.steps at each call \(test_remembering.py"):
+        trace(model, torch.randn(2, 4))
+    assert [next(cycles.steps) for _ in range(3)] == [1.0, 1.0, 2.0]
+
+
+def test_an_iterator_that_stays_where_it_is_changes_nothing() -> None:
+    model = Cycles(moves=False)
+    exact(model, torch.randn(2, 4))
+    assert list(model.spare) == [1, 2]

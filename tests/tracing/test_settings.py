@@ -1,0 +1,84 @@
+"""Models that go by the settings of their caller: autocast, and inference mode."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, is_inference_mode_enabled, nn
+
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from tests.tracing.checks import Around, exact, opaque
+
+
+class Asks(nn.Module):
+    """Does something else where a setting is on."""
+
+    def __init__(self, asks: Callable[[], bool], factor: float) -> None:
+        super().__init__()
+        self.asks, self.factor, self.layer = asks, factor, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * self.factor if self.asks() else x * 2.0
+
+
+SETTINGS: dict[str, Callable[[], bool]] = {
+    "under autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "in inference mode": lambda: is_inference_mode_enabled(),  # noqa: PLW0108 as a model's code calls it
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_model_that_goes_by_a_setting_is_refused(setting: str) -> None:
+    with pytest.raises(TraceError, match=rf"{setting} it .*test_settings.py:\d+ asks whether that is so"):
+        trace(Asks(SETTINGS[setting], 3.0), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_model_that_asks_and_does_the_same_is_followed(setting: str) -> None:
+    exact(Asks(SETTINGS[setting], 2.0), torch.randn(2, 4))
+
+
+class Leaves(nn.Module):
+    """Computes in float32 also where autocast is on, and enters no block where it is off anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        on = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False) if on else contextlib.nullcontext():
+            return self.last(x.float().relu())
+
+
+def test_a_model_that_leaves_autocast_only_if_it_is_on_leaves_it() -> None:
+    model, x = Leaves(), torch.randn(3, 4)
+    gm = exact(model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = gm(x), model(x)
+    assert found.dtype == expected.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+class HalvesSaved(nn.Module):
+    """Saves half of each number for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            return torch.tanh(self.layer(x))
+
+
+def test_what_changes_what_is_saved_for_backward_stays_whole() -> None:
+    gm = exact(Around(HalvesSaved()), torch.randn(3, 4))
+    (why,) = opaque(gm).values()
+    assert why.startswith("changes what is saved for the backward pass")
+    with pytest.raises(TraceError, match="saved for the backward pass, by saved_tensors_hooks"):
+        trace(HalvesSaved(), torch.randn(3, 4))
