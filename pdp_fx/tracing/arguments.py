@@ -8,7 +8,7 @@ import torch
 from pdp_fx.tracing.generators import is_own
 from pdp_fx.tracing.objects import Build, Fill, Held
 from pdp_fx.tracing.origins import Origins
-from pdp_fx.tracing.sizes import Live, Session, plain, value_of
+from pdp_fx.tracing.sizes import Live, Session, YieldingFloat, plain, value_of
 from pdp_fx.tracing.steps import Expr, UnrecordableError
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
@@ -44,7 +44,7 @@ class Arguments:
         """
         if isinstance(arg, torch.Tensor):
             return self._origins.value(arg)
-        if isinstance(arg, Live):
+        if isinstance(arg, Live | YieldingFloat):
             return value_of(arg, self._session)
         known = self._origins.object(arg)
         if known is not None:
@@ -120,7 +120,7 @@ def _record(record: Any, encode: Callable[[Any], Any]) -> Expr:
 
 def stripped(arg: Any) -> Any:
     """The argument with plain numbers in the place of live numbers."""
-    if isinstance(arg, Live):
+    if isinstance(arg, Live | YieldingFloat):
         return plain(arg)
     if isinstance(arg, slice):
         return slice(plain(arg.start), plain(arg.stop), plain(arg.step))

@@ -102,8 +102,8 @@ def _check_sizes(recorder: Recorder, batches: Facts, sizes: Facts) -> None:
         found = " and ".join(str(size) for size in sorted({size for _, size in sizes}))
         message = (
             f"this graph holds for inputs of size {found} only: at others the model computes another thing "
-            "by a number that it makes of the size, as by 0.5 * size (but not size * 0.5); else trace with "
-            "example_inputs of the size you need"
+            "by a number that it makes of the size, as by ratios[0] * size (but not size * ratios[0]); else "
+            "trace with example_inputs of the size you need"
         )
         recorder.steps.append(check_step(sizes, message, recorder.scope, ""))
 

@@ -13,6 +13,7 @@ from pdp_fx.tracing.outcome import outcome
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.source import runs_model
 from pdp_fx.tracing.steps import Recording
+from pdp_fx.tracing.yielding import yielding_floats
 
 
 @runs_model
@@ -39,7 +40,7 @@ def record(
     recorder = Recorder(model, findings, answers, empty)
     try:
         call = bind(recorder, model, example)
-        with listening(recorder):
+        with yielding_floats(model), listening(recorder):
             result = model(*call.args, **call.kwargs)
         recording = held_to_given(recorder.finish(result), model, example)
         return replace(recording, outcome=outcome(model, result))

@@ -68,6 +68,16 @@ class LiveFloat(float):
 Live = LiveInt | LiveFloat
 
 
+class YieldingFloat(float):
+    """A plain float that leaves it to a live number to compute with the two (`pdp_fx.tracing.yielding`).
+
+    A float has the first word in ``0.5 * size``, and would take the size for a plain number.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
+
+
 class LiveShape(tuple[int, ...]):
     """A shape whose `numel` is a live number; that of a `torch.Size` is a plain one."""
 
@@ -94,7 +104,7 @@ def plain(number: Any) -> Any:
     """The number without its expression; anything else is returned as it is."""
     if isinstance(number, LiveInt):
         return int.__int__(number)
-    if isinstance(number, LiveFloat):
+    if isinstance(number, LiveFloat | YieldingFloat):
         return float.__float__(number)
     return number
 
@@ -294,6 +304,29 @@ def _equip_integer(kind: Any) -> None:
         setattr(kind, call.__name__, _fixed(call))
 
 
+def _yielding(name: str) -> Callable[..., Any]:
+    method = getattr(float, name)
+
+    def compute(self: Any, *others: Any) -> Any:
+        if any(isinstance(other, Live) for other in others):
+            return NotImplemented
+        number = method(self, *others)
+        return YieldingFloat(number) if type(number) is float else number
+
+    return compute
+
+
+def _equip_yielding(kind: Any) -> None:
+    arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+    both = [f"__{side}{name}__" for name in arithmetic for side in ("", "r")]
+    for name in (*both, "__neg__", "__pos__", "__abs__", "__round__"):
+        setattr(kind, name, _yielding(name))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(kind, f"__{name}__", _yielding(f"__{name}__"))
+    kind.__hash__ = float.__hash__
+
+
 _equip(LiveInt)
 _equip(LiveFloat)
 _equip_integer(LiveInt)
+_equip_yielding(YieldingFloat)

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -479,12 +480,17 @@ def test_other_lists_of_parts_that_are_returned_have_the_length_of_the_example(
         gm(rows(size + 1, 4, 2))
 
 
+def unseen(number: float) -> float:
+    """A float that is made as the model runs, and so takes sizes for plain numbers."""
+    return float(str(number))
+
+
 def by_a_number_on_the_left(x: Tensor) -> Tensor:
-    return x * (0.5 * x.shape[2])
+    return x * (unseen(0.5) * x.shape[2])
 
 
 def by_a_comparison_with_a_float(x: Tensor) -> Tensor:
-    return x * 2 if 5.5 < x.shape[2] else x  # noqa: SIM300 Python asks the float
+    return x * 2 if unseen(5.5) < x.shape[2] else x
 
 
 def by_a_list_of_them(x: Tensor) -> Tensor:
@@ -508,7 +514,7 @@ class InTraining(nn.Module):
     """Makes an unseen number of a size in training mode only."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (0.5 * x.shape[2] if self.training else x.shape[2])
+        return x * (unseen(0.5) * x.shape[2] if self.training else x.shape[2])
 
 
 def test_sizes_are_tried_in_training_mode_too() -> None:
@@ -518,7 +524,7 @@ def test_sizes_are_tried_in_training_mode_too() -> None:
 
 
 def by_the_batch_on_the_right(x: Tensor) -> Tensor:
-    return x * (1.0 / x.shape[0])
+    return x * (unseen(1.0) / x.shape[0])
 
 
 def by_a_list_of_batches(x: Tensor) -> Tensor:
@@ -534,7 +540,7 @@ def test_a_number_made_of_the_batch_unseen_holds_the_graph_to_it(act: Any) -> No
 
 class ByTheBatchInTraining(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * (1.0 / x.shape[0]) if self.training else x
+        return x * (unseen(1.0) / x.shape[0]) if self.training else x
 
 
 def test_other_batches_are_tried_in_training_mode_too() -> None:
@@ -576,8 +582,8 @@ def test_a_squeeze_that_nothing_asks_about_is_held_to_nothing(size: int) -> None
 @pytest.mark.parametrize(
     "act",
     [
-        lambda x: x + 0.1 * (x.shape[3] - x.shape[2]),
-        lambda x: x * (1.0 * x.shape[3] / x.shape[2]),
+        lambda x: x + unseen(0.1) * (x.shape[3] - x.shape[2]),
+        lambda x: x * (unseen(1.0) * x.shape[3] / x.shape[2]),
         lambda x: x * [float(place) for place in range(20)][x.shape[3] - x.shape[2]],
         lambda x: x * max((2, 3), key=lambda axis: x.shape[axis]),
     ],
@@ -607,7 +613,7 @@ class ByWidth(nn.Module):
         self.layer = nn.Conv2d(8, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * (1.0 / (2.0 * x.shape[-1]))
+        return self.layer(x) * (1.0 / (unseen(2.0) * x.shape[-1]))
 
 
 def test_axes_of_one_size_are_tried_one_by_one_if_they_do_not_go_together() -> None:
@@ -620,7 +626,7 @@ class InWindows(nn.Module):
     """Takes multiples of eight rows only."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, 8)).sum(1) * (0.5 * x.shape[1])
+        return x.unflatten(1, (-1, 8)).sum(1) * (unseen(0.5) * x.shape[1])
 
 
 def test_twice_the_size_is_tried_too() -> None:
@@ -633,7 +639,7 @@ class OfTwo(nn.Module):
     """Takes a pair of images in a dict, and a number for each of their columns."""
 
     def forward(self, images: dict[str, Tensor], weights: Tensor) -> Tensor:
-        return (images["left"] * images["right"] * weights).sum(-1) / (2.0 * weights.shape[0])
+        return (images["left"] * images["right"] * weights).sum(-1) / (unseen(2.0) * weights.shape[0])
 
 
 def test_sizes_are_tried_in_all_inputs_at_once() -> None:
@@ -656,7 +662,7 @@ class WithinCapacity(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         capacity = 10**6
         if self.training in self.modes:
-            capacity = math.ceil(2.0 * x.shape[self.place])
+            capacity = math.ceil(unseen(2.0) * x.shape[self.place])
         taken = torch.ones_like(x).cumsum(self.place) <= capacity
         return self.fc(x) * taken
 
@@ -671,6 +677,77 @@ def test_a_number_that_follows_a_size_unseen_is_found_where_outputs_show_nothing
     longer[place] = 3
     with pytest.raises(AssertionError, match=f"this graph holds for {held} only"):
         gm(rows(2, 5, 4).repeat(*longer, 1))
+
+
+HALF = 0.5
+
+
+@dataclasses.dataclass
+class Ratios:
+    """What a model is configured with."""
+
+    kept: float = 0.8
+
+
+def default_of(size: int, *, ratio: float = 0.25) -> int:
+    return int(ratio * size)
+
+
+class ByFloats(nn.Module):
+    """Computes with sizes behind floats: written, global, given by default, its own, and its configuration's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.ratios = 1.5, Ratios()
+
+    @property
+    def doubled(self) -> float:
+        return 2.0
+
+    @staticmethod
+    def moved(size: int) -> float:
+        return -0.5 + 3.0 / size
+
+    def forward(self, x: Tensor) -> Tensor:
+        long, wide = x.shape[1:]
+        x = x.roll(int(HALF * long), 1) * (0.1 * (wide % 4)) + 1.0 / long
+        x = x.topk(max(1, int(self.ratios.kept * long)), 1)[0] * (self.doubled**2 - wide)
+        return x[..., : math.ceil(self.factor * wide)] + default_of(wide) + self.moved(long)
+
+
+def test_floats_see_the_sizes_that_they_are_combined_with() -> None:
+    model = ByFloats()
+    before = {name: value for name, value in vars(model).items() if isinstance(value, float)}
+    exact(model, rows(2, 8, 6), rows(3, 5, 7), rows(1, 12, 9))
+    assert type(HALF) is type(model.factor) is type(model.ratios.kept) is float
+    assert all(getattr(model, name) is value for name, value in before.items())
+    assert not any(type(value) is not float for value in ByFloats.moved.__code__.co_consts if value == -0.5)
+
+
+def test_comparisons_of_floats_with_sizes_are_checked() -> None:
+    gm = exact(Deciding(lambda x: x * 2 if 5.5 < x.shape[2] else x), rows(1, 4, 8), rows(2, 4, 6))  # noqa: SIM300
+    with pytest.raises(AssertionError, match=r"test_sizes.py:\d+ decides by sizes"):
+        gm(rows(1, 4, 5))
+
+
+class Cools(nn.Module):
+    """Keeps a float from call to call, which is no other for being looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.temperature = 0.9 * self.temperature
+        return x / self.temperature
+
+
+def test_floats_that_change_from_call_to_call_are_found() -> None:
+    model = Cools()
+    with pytest.raises(TraceError, match="temperature"):
+        trace(model, rows(2, 4))
+    assert type(model.temperature) is float
+    assert model.temperature == 1.0
 
 
 def as_square(x: Tensor) -> Tensor:
