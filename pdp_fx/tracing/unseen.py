@@ -1,9 +1,9 @@
 """Finding numbers that follow a size unseen, by recording a model on another size, too.
 
 In ``ratios[0] * x.shape[1]`` Python calls the method of the float on the left, which need not be one that
-yields (`pdp_fx.tracing.yielding`), so the result is a plain number and becomes a constant of the graph. Outputs
-need not show it: the capacity of an expert, say, may be reached on few inputs. Two recordings show it, for all
-that is seen is the same in both.
+yields (`pdp_fx.tracing.yielding`), so the result is a plain number and becomes a constant of the graph.
+Outputs need not show it: the capacity of an expert, say, may be reached on few inputs. Two recordings do, for
+all that is seen is the same in both.
 """
 
 import logging

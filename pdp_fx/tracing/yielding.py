@@ -26,13 +26,9 @@ from pdp_fx.tracing.source import is_users
 def yielding_floats(model: nn.Module) -> Generator[None, None, None]:
     """Let the floats in the code of a model, in its globals and in its attributes yield inside the block."""
     homes = _homes(model)
-    held = (
-        function
-        for module in model.modules()
-        for value in vars(module).values()
-        for function in _behind(value)
-    )
-    functions = {id(function): function for function in (*held, *chain.from_iterable(map(_functions, homes)))}
+    held = (value for module in model.modules() for value in vars(module).values())
+    found = chain.from_iterable((*map(_behind, held), *map(_functions, homes)))
+    functions = {id(function): function for function in found}
     with ExitStack() as undoing:
         for function in functions.values():
             for name in ("__code__", "__defaults__", "__kwdefaults__"):

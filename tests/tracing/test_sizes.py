@@ -694,7 +694,7 @@ def default_of(size: int, *, ratio: float = 0.25) -> int:
 
 
 class ByFloats(nn.Module):
-    """Computes with sizes behind floats: written, global, given by default, its own, and its configuration's."""
+    """Computes with sizes behind floats: written, global, by default, its own, and its configuration's."""
 
     def __init__(self) -> None:
         super().__init__()
