@@ -43,7 +43,8 @@ from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, u
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import sizes_to_hold
-from pdp_fx.tracing.steps import SettingError, Whole
+from pdp_fx.tracing.settings import SettingError
+from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.structure import arrays, hiding_tensors, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
@@ -328,10 +329,14 @@ def _trace_by_recording(
         plain = reference(model, example, training=False)
     try:
         direct = _recorded(model, example, findings)
-    except TraceError:
+    except TraceError as err:
         if not findings.asked:
             raise
-        return _trace_as_compiled(model, example, findings, plain, None, watch)
+        try:
+            return _trace_as_compiled(model, example, findings, plain, None, watch)
+        except TraceError as compiled:
+            _log.info("not traced as a compiled model: %s", compiled)
+            raise err from None
     if findings.asked and direct.opacity(model) > (0, 0):
         try:
             return _trace_as_compiled(model, example, findings, plain, direct, watch)

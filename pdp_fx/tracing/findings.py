@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdp_fx.tracing.objects import Bound
-from pdp_fx.tracing.settings import Setting
+from pdp_fx.tracing.settings import Setting, SettingError
 from pdp_fx.tracing.sizes import Casts
-from pdp_fx.tracing.steps import Recording, SettingError, UnprovenError, Whole
+from pdp_fx.tracing.steps import Recording, UnprovenError, Whole
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Findings:
         asks: the settings that the model asks about, each with a line that does, also by asking whether a
             tensor has gradients.
         as_if_cast: whether the model is told that autocast is on, and so leaves it where it leaves it at all.
+        needs_gradients: whether training mode must find gradients on where the model asks for them.
         sizes: what the model does with sizes; kept when the model is traced anew.
         lasting: the parts to keep whole, with the reasons, whenever the model is traced anew.
         casts: the globals of code in which `int` and `float` are replaced by functions that return live
@@ -55,6 +56,7 @@ class Findings:
     asked: bool = False
     asks: dict[Setting, str] = field(default_factory=dict[Setting, str])
     as_if_cast: bool = False
+    needs_gradients: bool = False
     sizes: Sizes = field(default_factory=Sizes)
     lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
@@ -76,6 +78,7 @@ class Findings:
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
         made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
+        made.needs_gradients = self.needs_gradients
         return made
 
     def plainer(self, err: Exception) -> Findings | None:
@@ -89,8 +92,10 @@ class Findings:
             lines = {err.source} if isinstance(err, UnprovenError) else asked
             return replace(self.anew(), unproven=self.unproven | lines)
         if isinstance(err, SettingError):
-            casts = err.setting is Setting.AUTOCAST and not self.as_if_cast
-            return replace(self.anew(), as_if_cast=True) if casts else None
+            if err.setting is Setting.AUTOCAST and not self.as_if_cast:
+                return replace(self.anew(), as_if_cast=True)
+            trains = err.setting is Setting.NO_GRADIENTS and err.training
+            return replace(self.anew(), needs_gradients=True) if trains and not self.needs_gradients else None
         if self.met_ragged and not self.checks_ragged:
             return replace(self.anew(), checks_ragged=True)
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pdp_fx.errors import TraceError
 from pdp_fx.tracing.replacing import entries, namespaces
+from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.source import is_ours, is_users, source_line
 
 if TYPE_CHECKING:
@@ -38,6 +40,20 @@ class Setting(enum.Enum):
         if self is Setting.AUTOCAST:
             return torch.autocast(device, dtype=torch.bfloat16)
         return torch.no_grad() if self is Setting.NO_GRADIENTS else torch.inference_mode()
+
+
+class SettingError(TraceError):
+    """The graph does not do what the model does in another setting of its caller.
+
+    Args:
+        message: how they differ.
+        setting: the setting.
+        training: the mode in which they differ.
+    """
+
+    def __init__(self, message: str, setting: Setting, training: bool) -> None:
+        super().__init__(message)
+        self.setting, self.training = setting, training
 
 
 _QUESTIONS = {
@@ -73,7 +89,22 @@ def note_asked(recorder: Recorder, setting: Setting) -> bool:
     users = is_users(frame.f_code.co_filename)
     if users:
         recorder.findings.asks[setting] = source_line()
+        if setting is Setting.NO_GRADIENTS and recorder.findings.needs_gradients and recorder.model.training:
+            _check_gradients(recorder)
     return users
+
+
+NEEDS_GRADIENTS = "asks whether gradients are on, and this graph trains with gradients only"
+
+
+def _check_gradients(recorder: Recorder) -> None:
+    """Add a check that gradients are on, or off where they are now."""
+    step = recorder.step("call_function", _ARE_ON, (), {})
+    check = check_step([(step, _ARE_ON())], f"{source_line()} {NEEDS_GRADIENTS}", recorder.scope, "")
+    recorder.steps += [step, check]
+
+
+_ARE_ON = torch.is_grad_enabled
 
 
 def _asked(recorder: Recorder, question: Callable[..., bool], setting: Setting) -> Callable[..., bool]:

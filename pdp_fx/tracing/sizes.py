@@ -45,11 +45,15 @@ class Session:
     cast_in: Casts = field(default_factory=dict[tuple[int, str], dict[str, Any]])
 
 
+_OVER = Session(lambda _expression, _on_purpose: None, open=False)
+"""That of numbers which code makes of the type of a live one, as in ``type(size)(3)``; they are plain."""
+
+
 class LiveInt(int):
     """An int with the expression that computes it."""
 
     value: Value
-    session: Session
+    session: Session = _OVER
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)
@@ -59,7 +63,7 @@ class LiveFloat(float):
     """A float with the expression that computes it."""
 
     value: Value
-    session: Session
+    session: Session = _OVER
 
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float(self),)
@@ -138,7 +142,11 @@ def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callab
             note_fixed((self,), self.session)
         return NotImplemented
 
-    def forward(self: Any, other: Any) -> Any:
+    def forward(self: Any, other: Any, *modulus: Any) -> Any:
+        if modulus:
+            if self.session.open:
+                note_fixed((self, other, *modulus), self.session)
+            return pow(plain(self), plain(other), *map(plain, modulus))
         if not isinstance(other, int | float):
             return repeated(self, other)
         if type(self) is LiveInt and _is(other, _NEUTRAL_RIGHT.get(call)):

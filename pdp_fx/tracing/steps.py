@@ -18,7 +18,6 @@ import torch
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.settings import Setting
 
 DIFFERS_BY_MODE = "acts differently in training mode"
 """The reason for keeping a module whole that has no weights and whose code follows the mode, not the data."""
@@ -229,19 +228,6 @@ class Recording:
     def draws_outside(self) -> bool:
         """Whether a number is drawn from the generator of Python or NumPy."""
         return any(isinstance(step.target, DrawNumber) for step in self.steps)
-
-
-class SettingError(TraceError):
-    """The graph does not do what the model does in another setting of its caller.
-
-    Args:
-        message: how they differ.
-        setting: the setting.
-    """
-
-    def __init__(self, message: str, setting: Setting) -> None:
-        super().__init__(message)
-        self.setting = setting
 
 
 class UnprovenError(TraceError):

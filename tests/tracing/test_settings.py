@@ -82,3 +82,28 @@ def test_what_changes_what_is_saved_for_backward_stays_whole() -> None:
     assert why.startswith("changes what is saved for the backward pass")
     with pytest.raises(TraceError, match="saved for the backward pass, by saved_tensors_hooks"):
         trace(HalvesSaved(), torch.randn(3, 4))
+
+
+class GoesThrough(nn.Module):
+    """Goes beyond a rounding, with gradients straight through, but only where there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        rounded = torch.round(x * 4) / 4
+        if self.training and torch.is_grad_enabled():
+            rounded = x + 2 * (rounded - x).detach()
+        return self.last(rounded)
+
+
+def test_training_mode_insists_on_the_gradients_that_the_model_asks_for() -> None:
+    model, x = GoesThrough(), torch.randn(3, 4)
+    gm = exact(model, x)
+    assert not opaque(gm)
+    with torch.no_grad():
+        assert torch.equal(gm.eval()(x), model.eval()(x))
+        with pytest.raises(AssertionError, match=r"test_settings.py:\d+ asks whether gradients are on"):
+            gm.train()(x)

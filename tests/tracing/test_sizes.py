@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -927,3 +928,18 @@ def test_packed_sequences_are_made_when_the_graph_runs() -> None:
     model.load_state_dict(gm.state_dict())
     other = torch.randn(2, 5, 4), torch.tensor([3, 5])
     assert torch.equal(gm.eval()(*other), model.eval()(*other))
+
+
+def by_a_remainder_of_a_power(x: Tensor) -> Tensor:
+    return x * pow(x.shape[2], 2, 7)
+
+
+def by_a_mean(x: Tensor) -> Tensor:
+    return x * statistics.mean([x.shape[2], 4])
+
+
+@pytest.mark.parametrize("act", [by_a_remainder_of_a_power, by_a_mean])
+def test_what_makes_plain_numbers_of_sizes_holds_the_graph_to_them(act: Any) -> None:
+    gm = exact(Deciding(act), rows(1, 4, 8), rows(3, 4, 8))
+    with pytest.raises(AssertionError, match="decides by sizes|holds for inputs of size 8 only"):
+        gm(rows(1, 4, 6))
