@@ -4,7 +4,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from pdp_fx.tracing.steps import Recording, Step, Whole
+from pdp_fx.tracing.steps import Recording, Scope, Step, Whole
+
+_NONE = frozenset[tuple[str, bool]]()
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,31 @@ class Alignment:
     pairs: tuple[Pair, ...]
 
     def owner(self, pair: Pair) -> str:
-        """The module whose flag decides on a step of one mode: the innermost that both modes call."""
-        step = pair.only
-        scope = None if step is None else step.scope
-        other = (self.in_train if pair.in_train is None else self.in_eval).scopes
-        while scope is not None and scope not in other:
+        """The module that decides on a step of one mode: the innermost that both modes call."""
+        return self.decides(pair).path
+
+    def flags_in(self, start: Scope) -> tuple[str, ...]:
+        """The modules by whose flags the steps in a call of a module differ, always in the same order.
+
+        They are those whose flags the innermost module reads that reads any which training sets.
+        """
+        scope: Scope | None = start
+        while scope is not None:
+            in_eval = self.in_eval.flags.get(scope.path, _NONE)
+            in_train = self.in_train.flags.get(scope.path, _NONE)
+            asked = {path for path, _ in (*in_eval, *in_train)} - {path for path, on in in_train if not on}
+            if asked:
+                return tuple(sorted(asked))
             scope = scope.parent
-        return "" if scope is None else scope.path
+        return (start.path,)
+
+    def decides(self, pair: Pair) -> Scope:
+        """The innermost call of a module that happens in both modes and has the pair's steps in it."""
+        scope = pair.steps[0].scope
+        for recording in (self.in_eval, self.in_train):
+            while scope not in recording.scopes and scope.parent is not None:
+                scope = scope.parent
+        return scope
 
 
 def align(in_eval: Recording, in_train: Recording) -> Alignment:

@@ -18,7 +18,7 @@ from pdp_fx.tracing.functions import kept_alive
 from pdp_fx.tracing.recomputing import RECOMPUTED
 from pdp_fx.tracing.selecting import IDLE, SELECTS
 from pdp_fx.tracing.skipping import kept_unless
-from pdp_fx.tracing.steps import Attribute, Constant, Expr, Step, Whole, root
+from pdp_fx.tracing.steps import Attribute, Constant, Expr, Scope, Step, Whole, root
 from pdp_fx.tracing.writer import Gate, Writer
 
 
@@ -65,11 +65,11 @@ class _Merge:
         if pair.in_eval is not None and pair.in_train is not None:
             self._add_shared(pair.in_eval, pair.in_train)
         elif pair.in_eval is not None:
-            self._add_single(pair.in_eval, False, self.alignment.owner(pair))
+            self._add_single(pair.in_eval, False, self.alignment.decides(pair))
         elif pair.in_train is not None and pair.in_train.target is kept_unless:
-            self._add_choice(pair.in_train, self.alignment.owner(pair))
+            self._add_choice(pair.in_train, self.alignment.decides(pair))
         elif pair.in_train is not None:
-            self._add_single(pair.in_train, True, self.alignment.owner(pair))
+            self._add_single(pair.in_train, True, self.alignment.decides(pair))
 
     def _expressions(self, training: bool) -> set[Any]:
         """The keys of all expressions that steps of one mode use."""
@@ -107,18 +107,25 @@ class _Merge:
         if maker is None or self._key(value) in self._shared:
             return None
         may_fail = bool(maker.reason) or _is_optional(maker) or self.gate_all
-        return Gate(maker.scope.path, training) if may_fail else None
+        return Gate(self._flag(maker.scope), training) if may_fail else None
+
+    def _flag(self, scope: Scope) -> str:
+        """The module by whose flag steps in a call differ; that of several are alike is checked."""
+        first, *others = self.alignment.flags_in(scope)
+        for other in others:
+            self.writer.check_alike(first, other)
+        return first
 
     def output(self, in_eval: Any, in_train: Any) -> None:
         """Write what the model returns."""
         self.writer.at("", "")
-        self.writer.output(self._join(self._lower(in_eval, False), self._lower(in_train, True), ""))
+        self.writer.output(self._join(self._lower(in_eval, False), self._lower(in_train, True), Scope("")))
 
     def _add_shared(self, in_eval: Step, in_train: Step) -> None:
-        owner = in_eval.scope.path
-        self.writer.at(owner, in_eval.source)
-        args = self._join(self._lower(in_eval.args, False), self._lower(in_train.args, True), owner)
-        kwargs = self._join(self._lower(in_eval.kwargs, False), self._lower(in_train.kwargs, True), owner)
+        scope = in_eval.scope
+        self.writer.at(scope.path, in_eval.source)
+        args = self._join(self._lower(in_eval.args, False), self._lower(in_train.args, True), scope)
+        kwargs = self._join(self._lower(in_eval.kwargs, False), self._lower(in_train.kwargs, True), scope)
         lasting = in_train.observed or in_train.random or in_train.updates
         step = in_train if lasting else in_eval
         node = self.writer.step(step, args, kwargs)
@@ -126,13 +133,13 @@ class _Merge:
         _note_parts(node, in_train)
         _note_selection(node, in_eval)
 
-    def _add_single(self, step: Step, training: bool, owner: str) -> None:
+    def _add_single(self, step: Step, training: bool, scope: Scope) -> None:
         self.writer.at(step.scope.path, step.source)
         args, kwargs = self._lower(step.args, training), self._lower(step.kwargs, training)
         own = all((training, root(value)) in self._single for value in step.changes)
         optional = any(_is_optional(root(value)) for value in all_values((step.args, step.kwargs)))
         harmless = own and not optional and self.writer.is_harmless(step, training) and not self.gate_all
-        gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(owner, training)
+        gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(self._flag(scope), training)
         self._single.add((training, step))
         node = self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
         if training:
@@ -140,12 +147,12 @@ class _Merge:
         else:
             _note_selection(node, step)
 
-    def _add_choice(self, choice: Step, owner: str) -> None:
+    def _add_choice(self, choice: Step, scope: Scope) -> None:
         """Write a choice, which what follows uses in eval mode, too: there is no flag then that skips."""
         self.writer.at(choice.scope.path, choice.source)
         flag, *others = self._lower(choice.args, True)
         if self.writer.gate_of(flag) is None:
-            flag = self.writer.pick(False, flag, owner)
+            flag = self.writer.pick(False, flag, self._flag(scope))
         node = self.writer.step(choice, (flag, *others), {})
         node.meta[SKIPPED] = choice.skipped
         made = self.alignment.pairs[self._places[choice.args[2]]]
@@ -177,18 +184,18 @@ class _Merge:
             return {key: self._lower(part, training) for key, part in tree.items()}
         return tree
 
-    def _join(self, in_eval: Any, in_train: Any, owner: str) -> Any:
+    def _join(self, in_eval: Any, in_train: Any, scope: Scope) -> Any:
         """The argument of a shared step, from its arguments in the two modes."""
         if _same(in_eval, in_train):
             return in_eval
         if type(in_eval) is not type(in_train):
-            return self.writer.pick(in_eval, in_train, owner)
+            return self.writer.pick(in_eval, in_train, self._flag(scope))
         if isinstance(in_eval, dict) and list(in_eval) == list(in_train):
-            return {key: self._join(in_eval[key], in_train[key], owner) for key in in_eval}
+            return {key: self._join(in_eval[key], in_train[key], scope) for key in in_eval}
         if isinstance(in_eval, tuple | list) and len(in_eval) == len(in_train):
-            parts = [self._join(a, b, owner) for a, b in zip(in_eval, in_train, strict=True)]
+            parts = [self._join(a, b, scope) for a, b in zip(in_eval, in_train, strict=True)]
             return type(in_eval)(parts)
-        return self.writer.pick(in_eval, in_train, owner)
+        return self.writer.pick(in_eval, in_train, self._flag(scope))
 
 
 def _note_parts(node: fx.Node, in_train: Step) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.flags import noting_flags
 from pdp_fx.tracing.inputs import bind, held_to_given
 from pdp_fx.tracing.intercept import listening
 from pdp_fx.tracing.outcome import outcome
@@ -40,7 +41,7 @@ def record(
     recorder = Recorder(model, findings, answers, empty)
     try:
         call = bind(recorder, model, example)
-        with yielding_floats(model), listening(recorder):
+        with yielding_floats(model), noting_flags(recorder), listening(recorder):
             result = model(*call.args, **call.kwargs)
         recording = held_to_given(recorder.finish(result), model, example)
         return replace(recording, outcome=outcome(model, result))

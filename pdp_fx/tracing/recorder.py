@@ -86,6 +86,7 @@ class Recorder:
         self.steps: list[Step] = []
         self.scope = Scope("")
         self.scopes = {self.scope}
+        self.flags: dict[str, set[tuple[str, bool]]] = {}
         self._inside, self._thread = False, threading.get_ident()
         self._recomputed, self._checkpoints = 0, 0
         self.failures = Failures(model, self.paths, findings.tried)
@@ -286,6 +287,7 @@ class Recorder:
             tuple(self.steps),
             output,
             frozenset(self.scopes),
+            flags={path: frozenset(read) for path, read in self.flags.items()},
             unseen=unseen,
             draws=draws,
             asked=tuple(self._asked),

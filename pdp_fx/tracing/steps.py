@@ -8,7 +8,7 @@ differently.
 """
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -199,6 +199,9 @@ class Emptied:
     outcome: Outcome
 
 
+Flags = Mapping[str, frozenset[tuple[str, bool]]]
+
+
 @dataclass(frozen=True)
 class Recording:
     """All that a model did in one run.
@@ -207,6 +210,7 @@ class Recording:
         steps: in order, the placeholders first.
         output: what the model returned, with values for what was computed.
         scopes: all module calls that happened, including those without steps.
+        flags: by the path of the module that ran, whose training flags it read, and what they were.
         outcome: the outcome of the run; None if nothing was run.
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
@@ -218,6 +222,7 @@ class Recording:
     steps: tuple[Step, ...]
     output: Any
     scopes: frozenset[Scope]
+    flags: Flags = field(default_factory=dict[str, frozenset[tuple[str, bool]]])
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
     draws: tuple[Draw, ...] = ()

@@ -328,3 +328,79 @@ def test_modes_that_are_set_to_what_they_are_change_nothing() -> None:
             return self
 
     assert not opaque(exact(Frozen(training=False, restores=False), torch.randn(5, 4), torch.randn(3, 4)))
+
+
+class AsksChild(nn.Module):
+    """Does by a function what a layer would do, in the mode of that layer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, norm = self.linear(x), self.norm
+        if self.how == "normalises":
+            x = F.batch_norm(x, norm.running_mean, norm.running_var, training=norm.training)
+        elif self.how == "drops":
+            x = F.dropout(x, 0.5, norm.training)
+        elif self.how == "branches":
+            x = x * 3 if norm.training else x
+        elif self.how == "tells":
+            x = told(x, norm.training)
+        return self.last(x)
+
+
+def told(x: Tensor, training: bool) -> Tensor:
+    return x + torch.rand_like(x) if training else x
+
+
+@pytest.mark.parametrize("frozen", ["norm", "linear", ""])
+@pytest.mark.parametrize("how", ["normalises", "drops", "branches", "tells"])
+def test_a_child_that_is_asked_for_its_mode_decides_by_its_own(how: str, frozen: str) -> None:
+    model, x = AsksChild(how), torch.randn(5, 4)
+    gm = exact(model, x)
+    for training in (True, False):
+        results: list[Tensor] = []
+        for one in (model, gm):
+            one.train(training).get_submodule(frozen).eval()
+            torch.manual_seed(0)
+            results.append(one(x))
+        assert torch.equal(*results)
+
+
+class Told(nn.Module):
+    """Is told by its caller whether to drop."""
+
+    def forward(self, x: Tensor, drops: bool) -> Tensor:
+        return F.dropout(x, 0.5, drops)
+
+
+class Tells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Told()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.training)
+
+
+def test_a_module_that_is_told_the_mode_goes_by_that_of_its_caller() -> None:
+    gm = exact(Tells(), torch.ones(50, 4)).train()
+    gm.get_submodule("inner").eval()
+    assert not torch.equal(gm(torch.ones(50, 4)), torch.ones(50, 4))
+
+
+class AsksBoth(AsksChild):
+    """Does one thing by its own mode and another by that of a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + torch.rand_like(x) if self.training else x
+
+
+def test_modules_that_decide_together_have_to_be_in_one_mode() -> None:
+    gm = exact(AsksBoth("drops"), torch.randn(5, 4))
+    gm.train().get_submodule("norm").eval()
+    with pytest.raises(AssertionError, match="the model and norm decide together what happens in training"):
+        gm(torch.randn(5, 4))
