@@ -14,11 +14,13 @@ from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import attention
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.replacing import entries, namespaces
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.source import is_ours, is_users, source_line
+from pdp_fx.tracing.steps import UnrecordableError
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
@@ -77,8 +79,26 @@ def noting_settings(recorder: Recorder) -> Generator[None, None, None]:
         for name, value in names.items()
         if isinstance(value, BuiltinFunctionType) and value in noting
     ]
-    with entries(values):
+    with entries([*values, (attention.__dict__, _CHOOSES_KERNEL, _refused(recorder))]):
         yield
+
+
+_CHOOSES_KERNEL = "_sdpa_kernel"
+"""The function of `torch.nn.attention` by which `sdpa_kernel` sets which kernels may compute attention."""
+
+
+def _refused(recorder: Recorder) -> Callable[..., None]:
+    choose = getattr(attention, _CHOOSES_KERNEL)
+
+    def refuse() -> None:
+        raise UnrecordableError("chooses the kernel of attention by torch.nn.attention.sdpa_kernel")
+
+    def chosen(*args: Any, **kwargs: Any) -> None:
+        if not recorder.inside:
+            recorder.guarded(refuse)
+        choose(*args, **kwargs)
+
+    return chosen
 
 
 def note_asked(recorder: Recorder, setting: Setting) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, is_inference_mode_enabled, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
@@ -107,3 +109,22 @@ def test_training_mode_insists_on_the_gradients_that_the_model_asks_for() -> Non
         assert torch.equal(gm.eval()(x), model.eval()(x))
         with pytest.raises(AssertionError, match=r"test_settings.py:\d+ asks whether gradients are on"):
             gm.train()(x)
+
+
+class ChoosesKernel(nn.Module):
+    """Says by which kernel attention is to be computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_what_chooses_the_kernel_of_attention_stays_whole() -> None:
+    gm = exact(Around(ChoosesKernel()), torch.randn(2, 3, 4), torch.randn(5, 3, 4))
+    (why,) = opaque(gm).values()
+    assert why.startswith("chooses the kernel of attention")
