@@ -579,3 +579,47 @@ def test_layers_compiled_in_place_are_pruned(place: int, rule: Rule) -> None:
     found, expected = pruned(model, at_once(rule), x), pruned(plain, at_once(rule), x)
     assert torch.equal(found(x), expected(x))
     assert torch.equal(pdp_fx.convert(found)(x), pdp_fx.convert(expected)(x))
+
+
+class Versioned(nn.Module):
+    """Adds to its state dict what is no tensor."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.layer, self.version = nn.Linear(8, 8), version
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": self.version}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.version = state["version"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x))
+
+
+class HoldsVersions(Versioned):
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.inner = nn.Sequential(Versioned(version + 1), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(super().forward(x))
+
+
+@every_rule
+def test_extra_state_goes_through_prepared_models(rule: Rule) -> None:
+    dense, x = HoldsVersions(3), torch.randn(3, 8)
+    prepared = pdp_fx.prepare(HoldsVersions(5), at_once(rule), x)
+    for one in (prepared, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert one.state_dict().keys() > dense.state_dict().keys()
+        assert one.state_dict()["_extra_state"] == {"version": 5}
+        one.load_state_dict(one.state_dict() | dense.state_dict())
+        back = HoldsVersions(7)
+        kept = {name: value for name, value in one.state_dict().items() if not name.startswith("pdp.")}
+        back.load_state_dict(kept)
+        assert (back.version, cast(Versioned, back.inner[0]).version) == (3, 4)
+        assert torch.equal(one.eval()(x), dense.eval()(x))
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    assert not any("extra" in name for name in converted.state_dict())

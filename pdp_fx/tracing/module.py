@@ -17,6 +17,7 @@ from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
 from pdp_fx.tracing.restoring import restored_on_errors, settings_changed
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
+from pdp_fx.tracing.shells import keep_state, shell_of
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 _OWN = {"always_eval", *dir(fx.GraphModule(nn.Module(), fx.Graph()))}.difference(dir(nn.Module()))
@@ -34,6 +35,7 @@ class TracedModule(fx.GraphModule):
             mine.update(theirs)
         self.always_eval: tuple[str, ...] = vars(root).get("always_eval", ())
         """Paths of modules that the model's own `train` keeps in eval mode."""
+        keep_state(self, root)
         join_methods(self)
         self.graph = graph
 
@@ -128,7 +130,7 @@ def mirror(model: nn.Module, opaque: frozenset[str] = frozenset()) -> nn.Module:
             return shells[id(module)]
         if path and (path in opaque or is_whole(module)):
             return module
-        made = shells[id(module)] = nn.Module()
+        made = shells[id(module)] = shell_of(module)
         made.training = module.training
         made._parameters.update(module._parameters)
         made._buffers.update(module._buffers)

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.autograd import Function
 
 from pdp_fx.ops.explicit import twin
+from pdp_fx.tracing.shells import is_shell
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ def _layers(tree: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a tree that are no empty shells, outermost only, with their paths."""
     for name, child in tree.named_children():
         inner = f"{path}.{name}" if path else name
-        if type(child) is nn.Module:
+        if is_shell(child):
             yield from _layers(child, inner)
         else:
             yield inner, child
