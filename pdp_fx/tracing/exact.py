@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pdp_fx.errors import TraceError
@@ -116,7 +117,9 @@ def _check_other_settings(
 
         def within(one: Any, call: ExampleCall, setting: Setting = setting) -> Any:
             with setting.entered(device):
-                return called(one, call)
+                result = called(one, call)
+                # Whether there are gradients is compared, too.
+                return result, torch.tensor([tensor.requires_grad for tensor in tensors(result)])
 
         for training, mode in MODES.items():
             wanted = tried(model, example, training, runner=within)

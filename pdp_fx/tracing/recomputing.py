@@ -27,14 +27,15 @@ _MARK = "# COUNTER: "
 def noting_recomputed(recorder: Recorder) -> Generator[None, None, None]:
     """Tell the recorder when the model enters and leaves `checkpoint(..., use_reentrant=False)`.
 
-    Other hooks on what is saved for the backward pass are refused: a graph does not hold them.
+    Other hooks on what is saved for the backward pass are refused, for a graph does not hold them, but for
+    those that only move it to another memory.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter, leave = hooks.__enter__, hooks.__exit__
     within: dict[int, Any] = {}
 
     def hooks_enter(self: Any) -> Any:
-        if not recorder.inside and not isinstance(self, _checkpoint_hook):
+        if not recorder.inside and not isinstance(self, (_checkpoint_hook, torch.autograd.graph.save_on_cpu)):
             recorder.guarded(_refuse_hooks)
         if isinstance(self, _checkpoint_hook) and not recorder.inside:
             within[id(self)] = recorder.recomputing()

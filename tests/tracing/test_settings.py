@@ -128,3 +128,24 @@ def test_what_chooses_the_kernel_of_attention_stays_whole() -> None:
     gm = exact(Around(ChoosesKernel()), torch.randn(2, 3, 4), torch.randn(5, 3, 4))
     (why,) = opaque(gm).values()
     assert why.startswith("chooses the kernel of attention")
+
+
+def test_what_is_saved_on_another_device_is_the_same() -> None:
+    class SavesElsewhere(HalvesSaved):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return torch.tanh(self.layer(x))
+
+    assert not opaque(exact(SavesElsewhere(), torch.randn(3, 4)))
+
+
+def test_a_block_that_sets_gradients_to_what_they_are_is_refused() -> None:
+    """It would turn them on where they are off."""
+
+    class SetsThem(HalvesSaved):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                return self.layer(x)
+
+    with pytest.raises(TraceError, match=r"where gradients are off it .*test_settings.py:\d+ asks"):
+        trace(SetsThem(), torch.randn(3, 4))
