@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from pdp_fx.channels.running import evaluating
+from pdp_fx.channels.running import evaluating, gradients_if_taken
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, Inputs, example_call
 from pdp_fx.tracing.forgetting import checked_indices
@@ -105,6 +105,7 @@ def trial(gm: fx.GraphModule) -> Generator[None]:
         preserved(gm),
         evaluating(gm),
         checked_indices(),
+        gradients_if_taken(gm),
     ):
         torch.manual_seed(0)
         yield

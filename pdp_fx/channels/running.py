@@ -142,21 +142,22 @@ def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
     return not type(gm.get_submodule(str(node.target))).__module__.startswith(KNOWN_HOMES)
 
 
-def _takes_gradients(gm: fx.GraphModule) -> bool:
-    """Whether a run may take gradients itself, as models of forces do; unknown code may."""
-    return any(node.target is torch.autograd.grad or is_opaque(gm, node) for node in gm.graph.nodes)
+def gradients_if_taken(gm: fx.GraphModule) -> torch.set_grad_enabled:
+    """A block with gradients only if the graph may take some itself, as models of forces or unknown code do.
+
+    Elsewhere they would keep all activations alive.
+    """
+    takes = any(node.target is torch.autograd.grad or is_opaque(gm, node) for node in gm.graph.nodes)
+    return torch.set_grad_enabled(takes)
 
 
 @contextlib.contextmanager
 def evaluating(gm: fx.GraphModule) -> Generator[None]:
-    """Put every module into eval mode without the fused attention path, and back again.
-
-    Gradients are on only if the graph may need them, for they keep all activations alive.
-    """
+    """Put every module into eval mode without the fused attention path, and back again."""
     modes = {module: module.training for module in gm.modules()}
     gm.eval()
     try:
-        with unfused_attention(), torch.set_grad_enabled(_takes_gradients(gm)):
+        with unfused_attention():
             yield
     finally:
         for module, training in modes.items():
@@ -182,5 +183,5 @@ def run(
     placed = place_arguments(gm, inputs)
     # Otherwise autocast would reuse earlier casts of weights, tensors that carry no labels.
     torch.clear_autocast_cache()
-    with evaluating(gm), flow:
+    with evaluating(gm), gradients_if_taken(gm), flow:
         return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)

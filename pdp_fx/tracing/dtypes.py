@@ -50,7 +50,7 @@ class Dtypes:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
         wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
         wanted = {dtype for dtype in wanted if any(read.dtype is dtype for read in self._reads)}
-        frame = user_frame()
+        frame = user_frame() if wanted else None
         if not wanted or not (_is_told_a_dtype() or _names_a_dtype(frame)):
             return {}
         found = {dtype: self._latest(dtype, frame, step) for dtype in wanted}

@@ -15,7 +15,7 @@ from pdp_fx.tracing.blocks import gather_blocks, in_blocks
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
-from pdp_fx.tracing.restoring import restored_on_errors, settings_changed
+from pdp_fx.tracing.restoring import changed_settings, restored_on_errors
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 from pdp_fx.tracing.shells import keep_state, shell_of
 
@@ -72,8 +72,8 @@ class TracedModule(fx.GraphModule):
         """
         blocks = gather_blocks(self.graph)
         parts = recomputed_parts(self.graph)
-        settings = settings_changed(self.graph)
-        if not blocks and not parts and not settings:
+        spans = changed_settings(self.graph)
+        if not blocks and not parts and not spans:
             return super().recompile()
 
         def rewritten(body: list[str]) -> list[str]:
@@ -81,7 +81,7 @@ class TracedModule(fx.GraphModule):
                 body = in_blocks(self.graph, blocks)(body)
             elif parts:
                 body = in_functions(self.graph, parts)(body)
-            return restored_on_errors(body, settings)
+            return restored_on_errors(body, spans)
 
         with self.graph.on_generate_code(lambda _: rewritten):
             return super().recompile()

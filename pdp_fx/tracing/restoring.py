@@ -22,8 +22,8 @@ _RESTORED_BY: dict[Any, tuple[Any, str]] = {
 """What restores the setting that a node has read or changed, given its value; and how code calls it."""
 
 
-class Setting(NamedTuple):
-    """A block that changes a setting.
+class Span(NamedTuple):
+    """A block that changes a setting, from one node to another.
 
     Attributes:
         entry: the node whose value restores the setting.
@@ -34,9 +34,9 @@ class Setting(NamedTuple):
     end: fx.Node
 
 
-def settings_changed(graph: fx.Graph) -> list[Setting]:
+def changed_settings(graph: fx.Graph) -> list[Span]:
     """The blocks of a graph that are in no other of their kind; each is beside or wholly inside another."""
-    found: list[Setting] = []
+    found: list[Span] = []
     entered: list[fx.Node] = []
     for node in graph.nodes:
         end, _ = _RESTORED_BY.get(node.target, (None, ""))
@@ -45,19 +45,19 @@ def settings_changed(graph: fx.Graph) -> list[Setting]:
         elif entered and entered[-1] in node.all_input_nodes:
             entry = entered.pop()
             if all(other.target is not entry.target for other in entered):
-                found.append(Setting(entry, node))
+                found.append(Span(entry, node))
     return found
 
 
-def restored_on_errors(body: Sequence[str], settings: Sequence[Setting]) -> list[str]:
+def restored_on_errors(body: Sequence[str], spans: Sequence[Span]) -> list[str]:
     """The lines of a graph's code, in which an error that leaves a block restores what was before it.
 
     Args:
         body: the lines that fx generates, whose blocks of code are those of the nodes.
-        settings: what `settings_changed` has found in the graph.
+        spans: what `changed_settings` has found in the graph.
     """
     lines = "".join(body).splitlines(keepends=True)
-    for entry, end in settings:
+    for entry, end in spans:
         first, last = (_line_of(node, lines) for node in (entry, end))
         margin = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
         lines[first + 1 : last + 1] = [
