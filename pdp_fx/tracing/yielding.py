@@ -25,8 +25,9 @@ from pdp_fx.tracing.source import is_users
 @contextmanager
 def yielding_floats(model: nn.Module) -> Generator[None, None, None]:
     """Let the floats in the code of a model, in its globals and in its attributes yield inside the block."""
-    homes = _homes(model)
-    held = (value for module in model.modules() for value in vars(module).values())
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    homes = [vars(sys.modules[name]) for name in {kind.__module__ for kind in kinds} if _is_models(name)]
+    held = (value for part in (*model.modules(), *kinds) for value in vars(part).values())
     found = chain.from_iterable((*map(_behind, held), *map(_functions, homes)))
     functions = {id(function): function for function in found}
     with ExitStack() as undoing:
@@ -73,11 +74,11 @@ def _yielding(value: Any) -> Any:
     return value
 
 
-def _homes(model: nn.Module) -> list[dict[str, Any]]:
-    """The globals of the Python modules, other than torch's and ours, that define the model's classes."""
-    names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-    homes = (sys.modules[name] for name in names if name in sys.modules)
-    return [vars(home) for home in homes if is_users(getattr(home, "__file__", None) or "<frozen builtins>")]
+def _is_models(name: str) -> bool:
+    """Whether a Python module is neither torch's, ours, nor built in; that of a notebook has no file."""
+    home = sys.modules.get(name)
+    file = getattr(home, "__file__", None) or "<notebook>"
+    return home is not None and name != "builtins" and is_users(file)
 
 
 def _functions(home: dict[str, Any]) -> Iterator[FunctionType]:
@@ -110,8 +111,7 @@ def _attributes(model: nn.Module) -> Iterator[dict[str, Any]]:
     """The attributes of the model's own modules, and of objects that these hold, such as a configuration."""
     seen = set[int]()
     for module in model.modules():
-        home = sys.modules.get(type(module).__module__)
-        if not is_users(getattr(home, "__file__", None) or "<frozen builtins>"):
+        if not _is_models(type(module).__module__):
             continue
         for value in (module, *vars(module).values()):
             kept = value is module or not isinstance(value, (nn.Module, torch.Tensor, type, FunctionType))

@@ -2,7 +2,9 @@ import copy
 import dataclasses
 import math
 import statistics
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -723,6 +725,25 @@ def test_floats_see_the_sizes_that_they_are_combined_with() -> None:
     assert type(HALF) is type(model.factor) is type(model.ratios.kept) is float
     assert all(getattr(model, name) is value for name, value in before.items())
     assert not any(type(value) is not float for value in ByFloats.moved.__code__.co_consts if value == -0.5)
+
+
+def test_floats_of_notebooks_and_of_classes_in_functions_see_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (0.5 * x.shape[1])
+
+    notebook = ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", notebook)
+    cell = """
+from torch import nn
+RATIO = 0.8
+class Typed(nn.Module):
+    def forward(self, x):
+        return x.topk(int(RATIO * x.shape[1]), 1)[0] * 0.5
+"""
+    exec(compile(cell, "<ipython-input-1-aa>", "exec"), vars(notebook))
+    for model in (Inside(), vars(notebook)["Typed"]()):
+        exact(model, rows(2, 8, 6), rows(2, 5, 6), rows(3, 12, 6))
 
 
 def test_comparisons_of_floats_with_sizes_are_checked() -> None:
