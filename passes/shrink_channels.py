@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.analysis import analyse
@@ -30,6 +31,9 @@ from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.harden_masks import Dropped, swap_tensors
 from pdp_fx.tracing.erasing import erase
+from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.inputs import place_arguments
+from pdp_fx.tracing.interpreting import Interpreter
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class ShrinkChannels(Pass):
         _choose_of_constants(gm, found, gone)
         _slice_tensors(gm, found, gone)
         _refresh_modules(gm, found, gone)
+        _refresh_bare_norms(gm, ctx.example_inputs)
         ctx.put(Shrunk(found, gone))
         return True
 
@@ -201,3 +206,36 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
         if kind is not None:
             weight = names.get(id(getattr(module, "weight", None)), "")
             kind.refresh(module, normalised.get(module, inputs.get(weight)))
+
+
+def _refresh_bare_norms(gm: fx.GraphModule, inputs: Inputs) -> None:
+    """Update the number of channels of each `InstanceNorm` without tensors, which only its input tells.
+
+    It warns at each call if that is another number.
+    """
+    if not any(map(_is_bare_norm, gm.modules())):
+        return
+    run = _Widths(gm)
+    with trial(gm):
+        run.run(*place_arguments(gm, fresh(inputs)))
+    for norm, width in run.found.items():
+        norm.num_features = width
+
+
+def _is_bare_norm(module: nn.Module) -> bool:
+    return isinstance(module, _InstanceNorm) and not module.affine and not module.track_running_stats
+
+
+class _Widths(Interpreter):
+    """Runs a graph and notes the number of channels that each bare norm meets."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.found: dict[Any, int] = {}
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module: Any = self.fetch_attr(target)
+        if _is_bare_norm(module):
+            given = args[0] if args else kwargs["input"]
+            module.num_features = self.found[module] = given.shape[given.ndim - module._get_no_batch_dim()]
+        return super().call_module(target, args, kwargs)

@@ -188,6 +188,20 @@ def test_the_converted_model_exports_and_compiles(name: str, spec: PruneSpec, tm
     torch.testing.assert_close(compiled(x), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+def test_norms_without_tensors_know_how_many_channels_are_left(affine: bool) -> None:
+    norm = nn.InstanceNorm2d(8, affine=affine)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 4, 1))
+    x = torch.randn(2, 3, 6, 6)
+    converted = pdp_fx.convert(pruned(model, SPECS["channels"], x))
+    left = converted.get_submodule("0").get_parameter("weight").shape[0]
+    assert left < 8
+    assert vars(converted.get_submodule("1"))["num_features"] == left
+    assert norm.num_features == 8
+    converted(x)
+    torch.compile(converted, backend="eager", fullgraph=True)(x)
+
+
 class Masked(nn.Module):
     """Takes a mask, and between it and the data something that is left out."""
 
