@@ -14,7 +14,7 @@ import torch
 
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
-from pdp_fx.tracing.steps import Step, UnrecordableError
+from pdp_fx.tracing.steps import Step
 
 _BEGINNINGS = (
     (torch.no_grad, "__enter__"),
@@ -66,13 +66,10 @@ def _end(recorder: Recorder, end: Callable[..., Any], found: dict[int, Step]) ->
 def _refused(recorder: Recorder) -> Callable[..., Any]:
     enter = torch.inference_mode.__enter__
 
-    def refuse() -> None:
-        raise UnrecordableError("switches inference mode on, where torch.no_grad() would do")
-
     def entering(block: torch.inference_mode) -> None:
         if recorder.inside:
             enter(block)
         else:
-            recorder.guarded(refuse)
+            recorder.refuse("switches inference mode on, where torch.no_grad() would do")
 
     return entering

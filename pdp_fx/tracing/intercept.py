@@ -35,7 +35,7 @@ from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, namespaces, replaced
 from pdp_fx.tracing.settings import noting_settings
 from pdp_fx.tracing.source import user_frame
-from pdp_fx.tracing.steps import Step, UnrecordableError, Whole
+from pdp_fx.tracing.steps import Step, Whole
 
 _READS_NUMBERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 """Functions that read many numbers at once, which a dispatch mode does not see."""
@@ -108,14 +108,11 @@ def _module_call(recorder: Recorder) -> Callable[..., Any]:
 def _train(recorder: Recorder) -> Callable[..., Any]:
     train = nn.Module.train
 
-    def refuse(module: nn.Module, mode: bool) -> None:
-        path = recorder.paths.get(id(module), "")
-        name = f"module {path!r}" if path else "itself"
-        raise UnrecordableError(f"puts {name} into {'training' if mode else 'eval'} mode as it runs")
-
     def set_mode(module: nn.Module, mode: bool = True) -> nn.Module:
         if not recorder.inside and any(part.training != mode for part in module.modules()):
-            recorder.guarded(refuse, module, mode)
+            path = recorder.paths.get(id(module), "")
+            name = f"module {path!r}" if path else "itself"
+            recorder.refuse(f"puts {name} into {'training' if mode else 'eval'} mode as it runs")
         return train(module, mode)
 
     return set_mode

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import _checkpoint_hook
 
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
-from pdp_fx.tracing.steps import UnrecordableError
 
 RECOMPUTED = "recomputed"
 """The entry of a node's `meta` with the number, from 1, of the call of `checkpoint` that it belongs to."""
@@ -36,7 +35,7 @@ def noting_recomputed(recorder: Recorder) -> Generator[None, None, None]:
 
     def hooks_enter(self: Any) -> Any:
         if not recorder.inside and not isinstance(self, (_checkpoint_hook, torch.autograd.graph.save_on_cpu)):
-            recorder.guarded(_refuse_hooks)
+            recorder.refuse("changes what is saved for the backward pass, by saved_tensors_hooks")
         if isinstance(self, _checkpoint_hook) and not recorder.inside:
             within[id(self)] = recorder.recomputing()
             within[id(self)].__enter__()
@@ -49,10 +48,6 @@ def noting_recomputed(recorder: Recorder) -> Generator[None, None, None]:
 
     with replaced(hooks, "__enter__", hooks_enter), replaced(hooks, "__exit__", hooks_exit):
         yield
-
-
-def _refuse_hooks() -> None:
-    raise UnrecordableError("changes what is saved for the backward pass, by saved_tensors_hooks")
 
 
 def run_recomputed(recorder: Recorder, args: Sequence[Any]) -> Any:

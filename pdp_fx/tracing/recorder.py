@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -117,6 +117,10 @@ class Recorder:
             return act(*args)
         except UnrecordableError as err:
             return self.failures.go_on(err, self.scope.path)
+
+    def refuse(self, why: str) -> None:
+        """Note that the model does something now that no graph can hold; the run ends, as after `guarded`."""
+        self.guarded(_refuse, why)
 
     def function(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a torch function and record it."""
@@ -422,6 +426,10 @@ class Recorder:
         if tensor.layout is not torch.strided and not tensor.requires_grad:
             return self.run(torch.Tensor.detach, (tensor,), {})
         return self.run(torch.Tensor.view_as, (tensor, tensor), {})
+
+
+def _refuse(why: str) -> NoReturn:
+    raise UnrecordableError(why)
 
 
 def refuse_ragged(what: str) -> None:

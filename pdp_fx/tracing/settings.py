@@ -20,7 +20,6 @@ from pdp_fx.errors import TraceError
 from pdp_fx.tracing.replacing import entries, namespaces
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.source import is_ours, is_users, source_line
-from pdp_fx.tracing.steps import UnrecordableError
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
@@ -90,12 +89,9 @@ _CHOOSES_KERNEL = "_sdpa_kernel"
 def _refused(recorder: Recorder) -> Callable[..., None]:
     choose = getattr(attention, _CHOOSES_KERNEL)
 
-    def refuse() -> None:
-        raise UnrecordableError("chooses the kernel of attention by torch.nn.attention.sdpa_kernel")
-
     def chosen(*args: Any, **kwargs: Any) -> None:
         if not recorder.inside:
-            recorder.guarded(refuse)
+            recorder.refuse("chooses the kernel of attention by torch.nn.attention.sdpa_kernel")
         choose(*args, **kwargs)
 
     return chosen
