@@ -42,10 +42,14 @@ class Exposed:
     computed: dict[str, fx.Node]
 
     def wrap(self, name: str, wrapper: fx.Node) -> None:
-        """Let all layers read ``wrapper``, a node computed from that of parameter ``name``, in its place."""
+        """Let all layers read ``wrapper``, a node computed from that of parameter ``name``, in its place.
+
+        Whether the parameter is trained is for the parameter itself to say.
+        """
 
         def is_layer(user: fx.Node) -> bool:
-            return user is not wrapper and not str(user.target).startswith(f"{CHILD}.")
+            asks = user.target is getattr and user.args[1] == "requires_grad"
+            return not asks and user is not wrapper and not str(user.target).startswith(f"{CHILD}.")
 
         self.nodes[name].replace_all_uses_with(wrapper, delete_user_cb=is_layer)
         self.nodes[name] = wrapper

@@ -31,11 +31,19 @@ class Pair:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Both recordings, and their steps as pairs in an order that respects the order of each recording."""
+    """Both recordings, and their steps as pairs in an order that respects the order of each recording.
+
+    Attributes:
+        in_eval: the recording in eval mode.
+        in_train: that in training mode.
+        pairs: the steps of both.
+        alike: modules that the graph must find in one mode each time.
+    """
 
     in_eval: Recording
     in_train: Recording
     pairs: tuple[Pair, ...]
+    alike: frozenset[tuple[str, ...]] = frozenset()
 
     def owner(self, pair: Pair) -> str:
         """The module that decides on a step of one mode: the innermost that both modes call."""
@@ -56,6 +64,13 @@ class Alignment:
             scope = scope.parent
         return (start.path,)
 
+    def asked_together(self) -> set[tuple[str, ...]]:
+        """The modules whose flags the same module reads, where they are more than one."""
+        paths = {*self.in_eval.flags, *self.in_train.flags}
+        flags = (self.in_eval.flags.get(path, _NONE) | self.in_train.flags.get(path, _NONE) for path in paths)
+        owners = (tuple(sorted({owner for owner, _ in each})) for each in flags)
+        return {together for together in owners if len(together) > 1}
+
     def decides(self, pair: Pair) -> Scope:
         """The innermost call of a module that happens in both modes and has the pair's steps in it."""
         scope = pair.steps[0].scope
@@ -65,8 +80,10 @@ class Alignment:
         return scope
 
 
-def align(in_eval: Recording, in_train: Recording) -> Alignment:
-    """Pair the steps of two recordings of one model."""
+def align(
+    in_eval: Recording, in_train: Recording, alike: frozenset[tuple[str, ...]] = frozenset()
+) -> Alignment:
+    """Pair the steps of two recordings of one model; ``alike`` as in `Alignment`."""
     left, right = in_eval.steps, in_train.steps
     pairs: list[Pair] = []
     for tag, i, i_end, j, j_end in _opcodes(list(map(kind_of_step, left)), list(map(kind_of_step, right))):
@@ -75,7 +92,7 @@ def align(in_eval: Recording, in_train: Recording) -> Alignment:
             continue
         pairs += [Pair(a, None) for a in left[i:i_end]]
         pairs += [Pair(None, b) for b in right[j:j_end]]
-    return Alignment(in_eval, in_train, tuple(pairs))
+    return Alignment(in_eval, in_train, tuple(pairs), alike)
 
 
 def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> Sequence[tuple[str, int, int, int, int]]:

@@ -53,7 +53,7 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
         in_train = _settled(model, example, True, findings)
         if findings.is_new():
             continue
-        alignment = align(in_eval, in_train)
+        alignment = align(in_eval, in_train, findings.alike)
         if not chooses_alike(alignment):
             findings.follows_draws = False
             findings.forget()

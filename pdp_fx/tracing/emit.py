@@ -111,14 +111,15 @@ class _Merge:
 
     def _flag(self, scope: Scope) -> str:
         """The module by whose flag steps in a call differ; that of several are alike is checked."""
-        first, *others = self.alignment.flags_in(scope)
-        for other in others:
-            self.writer.check_alike(first, other)
-        return first
+        asked = self.alignment.flags_in(scope)
+        self.writer.check_alike(*asked)
+        return asked[0]
 
     def output(self, in_eval: Any, in_train: Any) -> None:
         """Write what the model returns."""
         self.writer.at("", "")
+        for together in sorted(self.alignment.alike):
+            self.writer.check_alike(*together)
         self.writer.output(self._join(self._lower(in_eval, False), self._lower(in_train, True), Scope("")))
 
     def _add_shared(self, in_eval: Step, in_train: Step) -> None:

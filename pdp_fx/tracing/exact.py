@@ -11,12 +11,13 @@ from pdp_fx.errors import TraceError
 from pdp_fx.tracing.attempts import Recordings
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.examples import TRIALS, ExampleCall
+from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, turn
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.selecting import does_more
-from pdp_fx.tracing.settings import NEEDS_GRADIENTS, Setting, SettingError
+from pdp_fx.tracing.settings import HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import Recording, UnprovenError, is_ragged
 from pdp_fx.tracing.structure import tensors
@@ -27,6 +28,9 @@ _log = logging.getLogger(__name__)
 MODES = {False: "eval", True: "training"}
 """The two modes, by the training flag, and their names in messages."""
 
+MOST_MIXED = 8
+"""Of so many modules whose flags are read in one place, each is tried in the other mode than the model."""
+
 
 def exact_graph(
     model: nn.Module,
@@ -34,7 +38,7 @@ def exact_graph(
     recordings: Recordings,
     plain: Outcome,
     watch: Runner | None,
-    asks: Mapping[Setting, str],
+    asks: Mapping[Question, str],
 ) -> fx.GraphModule:
     """The graph of two recordings, whose results equal the model's in each mode, bit for bit.
 
@@ -58,6 +62,7 @@ def exact_graph(
             _check_other_numbers(gm, model, example, recordings)
             _check_other_draws(gm, model, example, recordings)
             _check_other_settings(gm, model, example, asks)
+            _check_mixed_modes(gm, model, example, recordings)
             return gm
     raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
 
@@ -105,18 +110,17 @@ def _check_other_draws(
 
 
 def _check_other_settings(
-    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, asks: Mapping[Setting, str]
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, asks: Mapping[Question, str]
 ) -> None:
     """Check that the graph does what the model does in the settings that the model asks about.
 
     Raises:
         SettingError: they differ.
     """
-    device = next((tensor.device.type for tensor in tensors((example.args, example.kwargs))), "cpu")
-    for setting, line in asks.items():
+    for question, line in asks.items():
 
-        def within(one: Any, call: ExampleCall, setting: Setting = setting) -> Any:
-            with setting.entered(device):
+        def within(one: Any, call: ExampleCall, question: Question = question) -> Any:
+            with question.answered(model, call):
                 result = called(one, call)
                 # Whether there are gradients is compared, too.
                 return result, torch.tensor([tensor.requires_grad for tensor in tensors(result)])
@@ -126,16 +130,46 @@ def _check_other_settings(
             if not isinstance(wanted, Outcome):
                 continue
             got = tried(gm, example, training, model, runner=within)
-            if training and setting is Setting.NO_GRADIENTS and NEEDS_GRADIENTS in str(got):
+            if isinstance(got, Exception) and HELD in str(got):
                 continue
             problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"
             if problem:
                 raise SettingError(
-                    f"the graph of {type(model).__name__} was discarded: {setting.value} it {problem} in "
-                    f"{mode} mode; {line} asks whether that is so: ask self.training or an argument instead",
-                    setting,
+                    f"the graph of {type(model).__name__} was discarded: {question.setting.value} it "
+                    f"{problem} in {mode} mode; {line} asks whether that is so: ask self.training or an "
+                    "argument instead",
+                    question.setting,
                     training,
                 )
+
+
+def _check_mixed_modes(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
+) -> None:
+    """Check that the graph does what the model does where a module reads the flags of several that differ.
+
+    Raises:
+        MixedModesError: the graph and the model differ.
+    """
+    for together in sorted(recordings.alignment.asked_together()):
+        for part in filter(None, together[: MOST_MIXED + 1]):
+
+            def mixed(one: Any, call: ExampleCall, part: str = part) -> Any:
+                turn(one, part)
+                return called(one, call)
+
+            for training, mode in MODES.items():
+                wanted = tried(model, example, training, runner=mixed)
+                got = tried(gm, example, training, model, runner=mixed)
+                if not isinstance(wanted, Outcome) or isinstance(got, Exception) and ONE_MODE in str(got):
+                    continue
+                problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"
+                if problem:
+                    raise MixedModesError(
+                        f"the graph of {type(model).__name__} was discarded: with {part} alone in the other "
+                        f"mode it {problem} in {mode} mode",
+                        together,
+                    )
 
 
 def _check_empty_selections(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pdp_fx.tracing.flags import MixedModesError
 from pdp_fx.tracing.objects import Bound
-from pdp_fx.tracing.settings import Setting, SettingError
+from pdp_fx.tracing.settings import Question, Setting, SettingError
 from pdp_fx.tracing.sizes import Casts
 from pdp_fx.tracing.steps import Recording, UnprovenError, Whole
 
@@ -36,10 +37,10 @@ class Findings:
         opaque: the modules, methods and functions to keep whole, each with the reason.
         tried: all parts that were ever kept whole, which must not be proposed again.
         asked: whether the model asked if it is being compiled.
-        asks: the settings that the model asks about, each with a line that does, also by asking whether a
-            tensor has gradients.
+        asks: what the model asks of its caller's settings, each with a line that does.
         as_if_cast: whether the model is told that autocast is on, and so leaves it where it leaves it at all.
-        needs_gradients: whether training mode must find gradients on where the model asks for them.
+        alike: modules that must be in one mode, each several whose flags the model reads in one place.
+        holds: the settings whose answers the graph must find as they were where the model asks.
         sizes: what the model does with sizes; kept when the model is traced anew.
         lasting: the parts to keep whole, with the reasons, whenever the model is traced anew.
         casts: the globals of code in which `int` and `float` are replaced by functions that return live
@@ -54,9 +55,10 @@ class Findings:
     opaque: dict[Whole, str] = field(default_factory=dict[Whole, str])
     tried: set[Whole] = field(default_factory=set[Whole])
     asked: bool = False
-    asks: dict[Setting, str] = field(default_factory=dict[Setting, str])
+    asks: dict[Question, str] = field(default_factory=dict[Question, str])
     as_if_cast: bool = False
-    needs_gradients: bool = False
+    alike: frozenset[tuple[str, ...]] = frozenset()
+    holds: frozenset[Setting] = frozenset()
     sizes: Sizes = field(default_factory=Sizes)
     lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
@@ -78,7 +80,7 @@ class Findings:
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
         made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
-        made.needs_gradients = self.needs_gradients
+        made.holds, made.alike = self.holds, self.alike
         return made
 
     def plainer(self, err: Exception) -> Findings | None:
@@ -91,11 +93,14 @@ class Findings:
         if asked:
             lines = {err.source} if isinstance(err, UnprovenError) else asked
             return replace(self.anew(), unproven=self.unproven | lines)
+        if isinstance(err, MixedModesError):
+            held = err.together in self.alike
+            return None if held else replace(self.anew(), alike=self.alike | {err.together})
         if isinstance(err, SettingError):
             if err.setting is Setting.AUTOCAST and not self.as_if_cast:
                 return replace(self.anew(), as_if_cast=True)
-            trains = err.setting is Setting.NO_GRADIENTS and err.training
-            return replace(self.anew(), needs_gradients=True) if trains and not self.needs_gradients else None
+            held = err.setting in self.holds or not err.can_be_held
+            return None if held else replace(self.anew(), holds=self.holds | {err.setting})
         if self.met_ragged and not self.checks_ragged:
             return replace(self.anew(), checks_ragged=True)
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):

@@ -1,17 +1,48 @@
 """Which modules' training flags the code of a model reads, and where.
 
 What a module does in one mode only mostly goes by its own flag, but it may ask another for its flag, as in
-``F.dropout(x, 0.5, self.drop.training)``, or be told by its caller.
+``F.dropout(x, 0.5, self.drop.training)``, or be told by its caller. Where it asks several, the recordings of
+the two modes do not show what it does if they differ.
 """
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.errors import TraceError
 from pdp_fx.tracing.source import is_ours
+
+if TYPE_CHECKING:
+    from pdp_fx.tracing.recorder import Recorder
+
+ONE_MODE = "decide together what happens in training, and have to be in one mode"
+"""What the graph says of modules that are not, where the model does what neither recording shows."""
+
+
+class MixedModesError(TraceError):
+    """The graph does not do what the model does when some of its modules are in the other mode.
+
+    Args:
+        message: how they differ.
+        together: the modules whose flags the model reads in one place.
+    """
+
+    def __init__(self, message: str, together: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.together = together
+
+
+def turn(model: nn.Module, path: str) -> None:
+    """Put a part of a model, or of its graph module, into the other mode."""
+    part = model.get_submodule(path)
+    for module in part.modules():
+        module.training = not part.training if module is not part else module.training
+    part.training = not part.training
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Origins:
             UnrecordableError: it was made in this run, but by no recorded step, or an autograd function that
                 was not seen has made its gradient another.
         """
-        known = self._known(tensor)
+        known = self.known(tensor)
         if known is not None:
             if isinstance(known, Step) and _is_of_function(tensor) and tensor not in self._of_functions:
                 raise UnrecordableError("calls an autograd function's apply that was looked up before")
@@ -90,7 +90,8 @@ class Origins:
         )
         return {id(thing): thing for thing in objects(tuple(attributes))}
 
-    def _known(self, tensor: torch.Tensor) -> Value | None:
+    def known(self, tensor: torch.Tensor) -> Value | None:
+        """The value that a tensor is so far; None if no step has made it."""
         return self._values.get(tensor) or self._attributes.get(id(tensor)) or self._constants.get(id(tensor))
 
     def lends(self, module: nn.Module) -> bool:
@@ -176,7 +177,7 @@ class Origins:
                 self._values[tensor] = value
                 self._note_function(tensor)
             return tensor
-        if self._known(tensor) is not None:
+        if self.known(tensor) is not None:
             tensor = self._alias(tensor)
         self._values[tensor] = value
         self._note_function(tensor)

@@ -9,7 +9,7 @@ from pdp_fx.tracing import functions
 from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judged, only_unpacks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
 from pdp_fx.tracing.selecting import asks_any
-from pdp_fx.tracing.settings import Setting, note_asked
+from pdp_fx.tracing.settings import note_asked_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.skipping import reads
@@ -32,7 +32,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     name = functions.name_of(function)
     recorder.findings.sizes.read |= name in functions.SIZES
     if name in functions.OF_GRADIENTS and not functions.is_setter(function):
-        note_asked(recorder, Setting.NO_GRADIENTS)
+        note_asked_tensor(recorder, args[0])
     if functions.is_setter(function):
         if name == "requires_grad":
             return recorder.function(torch.Tensor.requires_grad_, args, kwargs)

@@ -1,27 +1,32 @@
 """What a model asks of its caller's settings: whether gradients, inference mode or autocast are on.
 
 A recording is made in one setting, and its graph does in every other what the model has done in that one. So
-whoever asks is noted, and the graph is compared with the model in the setting that was asked for.
+whoever asks is noted, and the graph is compared with the model in the setting that was asked for. Which
+parameters are trained, and whether inputs need gradients, are settings, too.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from types import BuiltinFunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import attention
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.replacing import entries, namespaces
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.source import is_ours, is_users, source_line
+from pdp_fx.tracing.steps import Attribute, Expr, Value, is_input
+from pdp_fx.tracing.structure import tensors
 
 if TYPE_CHECKING:
+    from pdp_fx.tracing.examples import ExampleCall
     from pdp_fx.tracing.recorder import Recorder
 
 
@@ -31,16 +36,55 @@ class Setting(enum.Enum):
     NO_GRADIENTS = "where gradients are off"
     INFERENCE = "in inference mode"
     AUTOCAST = "under autocast"
+    FROZEN = "where parameters are trained that were not, or no longer are"
+    OF_INPUTS = "where inputs need gradients that did not, or no longer do"
 
-    def entered(self, device: str) -> Any:
-        """A context in which the setting holds.
+
+class Question(NamedTuple):
+    """What a model asks.
+
+    Attributes:
+        setting: the setting that it asks for.
+        parameter: the parameter of which it asks whether it is trained; empty if it asks for more than one,
+            as by asking a result.
+    """
+
+    setting: Setting
+    parameter: str = ""
+
+    def answered(self, model: nn.Module, example: ExampleCall) -> Any:
+        """A context in which the answer is another.
 
         Args:
-            device: the type of the device that the model computes on.
+            model: the model, whose parameters its graph shares.
+            example: the call in the block.
         """
-        if self is Setting.AUTOCAST:
+        given = list(tensors((example.args, example.kwargs)))
+        if self.setting is Setting.FROZEN:
+            everything = dict(model.named_parameters())
+            return _turned([everything[self.parameter]] if self.parameter else everything.values())
+        if self.setting is Setting.OF_INPUTS:
+            return _turned(given)
+        if self.setting is Setting.AUTOCAST:
+            device = next((tensor.device.type for tensor in given), "cpu")
             return torch.autocast(device, dtype=torch.bfloat16)
-        return torch.no_grad() if self is Setting.NO_GRADIENTS else torch.inference_mode()
+        return torch.no_grad() if self.setting is Setting.NO_GRADIENTS else torch.inference_mode()
+
+
+def _can_train(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be told that it needs gradients, and that it needs none."""
+    return tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex())
+
+
+@contextmanager
+def _turned(leaves: Iterable[torch.Tensor]) -> Generator[None, None, None]:
+    """Have those leaves need gradients in the block that need none outside, and the other way round."""
+    turned = [leaf.requires_grad_(not leaf.requires_grad) for leaf in leaves if _can_train(leaf)]
+    try:
+        yield
+    finally:
+        for leaf in turned:
+            leaf.requires_grad_(not leaf.requires_grad)
 
 
 class SettingError(TraceError):
@@ -56,8 +100,18 @@ class SettingError(TraceError):
         super().__init__(message)
         self.setting, self.training = setting, training
 
+    @property
+    def can_be_held(self) -> bool:
+        """Whether the graph may insist on the setting that the model is traced in.
 
-_QUESTIONS = {
+        Eval mode has to run without gradients, which is what it is for.
+        """
+        return self.setting in (Setting.FROZEN, Setting.OF_INPUTS) or (
+            self.setting is Setting.NO_GRADIENTS and self.training
+        )
+
+
+_ASKING = {
     "is_grad_enabled": Setting.NO_GRADIENTS,
     "is_inference_mode_enabled": Setting.INFERENCE,
     "is_autocast_enabled": Setting.AUTOCAST,
@@ -69,8 +123,8 @@ _QUESTIONS = {
 @contextmanager
 def noting_settings(recorder: Recorder) -> Generator[None, None, None]:
     """Note what the model asks about settings, by functions that it looks up in torch or has imported."""
-    asked = {getattr(torch, name): setting for name, setting in _QUESTIONS.items()}
-    noting = {question: _asked(recorder, question, setting) for question, setting in asked.items()}
+    asking = {getattr(torch, name): setting for name, setting in _ASKING.items()}
+    noting = {function: _asked(recorder, function, setting) for function, setting in asking.items()}
     homes = (torch.__dict__, *namespaces(map(type, recorder.model.modules())))
     values = [
         (names, name, noting[value])
@@ -99,34 +153,63 @@ def _refused(recorder: Recorder) -> Callable[..., None]:
 
 def note_asked(recorder: Recorder, setting: Setting) -> bool:
     """Note that the model's own code asks about a setting; whether it is that who asks, and not torch."""
-    frame = sys._getframe()
-    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    users = is_users(frame.f_code.co_filename)
+    users = _is_users_question()
     if users:
-        recorder.findings.asks[setting] = source_line()
-        if setting is Setting.NO_GRADIENTS and recorder.findings.needs_gradients and recorder.model.training:
-            _check_gradients(recorder)
+        recorder.findings.asks[Question(setting)] = source_line()
+        held = setting in recorder.findings.holds
+        if held and setting is Setting.NO_GRADIENTS and recorder.model.training:
+            step = recorder.step("call_function", _ARE_ON, (), {})
+            recorder.steps.append(step)
+            _hold(recorder, step, _ARE_ON(), "gradients are on")
     return users
 
 
-NEEDS_GRADIENTS = "asks whether gradients are on, and this graph trains with gradients only"
+def note_asked_tensor(recorder: Recorder, tensor: torch.Tensor) -> None:
+    """Note that the model's own code asks whether a tensor needs gradients."""
+    if not _is_users_question():
+        return
+    value, asks, source = recorder.origins.known(tensor), recorder.findings.asks, source_line()
+    if isinstance(value, Attribute) and isinstance(tensor, nn.Parameter):
+        settings, what = [Setting.FROZEN], value.path
+        if sum(bool(question.parameter) for question in asks) < MOST_ALONE:
+            asks[Question(Setting.FROZEN, value.path)] = source
+    elif is_input(value):
+        settings, what = [Setting.OF_INPUTS], "an input"
+    else:
+        settings, what = [Setting.NO_GRADIENTS, Setting.FROZEN, Setting.OF_INPUTS], "a result"
+    asks |= {Question(setting): source for setting in settings}
+    held = value is not None and not recorder.findings.holds.isdisjoint(settings)
+    if held and (recorder.model.training or Setting.NO_GRADIENTS not in settings):
+        needs = Expr(getattr, (value, "requires_grad"))
+        _hold(recorder, needs, tensor.requires_grad, f"{what} needs gradients")
 
 
-def _check_gradients(recorder: Recorder) -> None:
-    """Add a check that gradients are on, or off where they are now."""
-    step = recorder.step("call_function", _ARE_ON, (), {})
-    check = check_step([(step, _ARE_ON())], f"{source_line()} {NEEDS_GRADIENTS}", recorder.scope, "")
-    recorder.steps += [step, check]
-
+MOST_ALONE = 8
+"""Of so many parameters a model may ask whether they are trained, and each is tried alone."""
 
 _ARE_ON = torch.is_grad_enabled
 
+HELD = "and that has to be so as it was when the model was traced"
 
-def _asked(recorder: Recorder, question: Callable[..., bool], setting: Setting) -> Callable[..., bool]:
+
+def _hold(recorder: Recorder, value: Value, answer: bool, what: str) -> None:
+    """Add a check that the answer is what it is now."""
+    message = f"{source_line()} asks whether {what}, {HELD}"
+    recorder.steps.append(check_step([(value, answer)], message, recorder.scope, ""))
+
+
+def _is_users_question() -> bool:
+    """Whether the model's own code asks, and not torch."""
+    frame = sys._getframe()
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return is_users(frame.f_code.co_filename)
+
+
+def _asked(recorder: Recorder, function: Callable[..., bool], setting: Setting) -> Callable[..., bool]:
     def answer(*args: Any) -> bool:
         users = not recorder.inside and note_asked(recorder, setting)
         told = users and setting is Setting.AUTOCAST and recorder.findings.as_if_cast
-        return told or question(*args)
+        return told or function(*args)
 
     return answer

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.nn.modules.dropout import _DropoutNd
 
 from pdp_fx.naming import free_name
+from pdp_fx.tracing.flags import ONE_MODE
 from pdp_fx.tracing.modes import When
 from pdp_fx.tracing.objects import MethodOf
 from pdp_fx.tracing.steps import Step, Whole
@@ -156,13 +157,13 @@ class Writer:
         """Whether a module is in training mode."""
         return self.expression(getattr, (self.attribute(owner or self._root_flag()), "training"), {})
 
-    def check_alike(self, one: str, other: str) -> None:
-        """Write a check, once, that two modules are in the same mode."""
-        alike = self.expression(operator.eq, (self.flag(one), self.flag(other)), {})
-        if alike not in self.protected:
-            names = " and ".join(path or "the model" for path in (one, other))
-            message = f"{names} decide together what happens in training, and have to be in one mode"
-            self.protected |= {alike, self._node("call_function", torch._assert, (alike, message), {})}
+    def check_alike(self, one: str, *others: str) -> None:
+        """Write checks, once, that modules are in the same mode."""
+        for other in others:
+            alike = self.expression(operator.eq, (self.flag(one), self.flag(other)), {})
+            if alike not in self.protected:
+                message = f"{' and '.join(path or 'the model' for path in (one, other))} {ONE_MODE}"
+                self.protected |= {alike, self._node("call_function", torch._assert, (alike, message), {})}
 
     def pick(self, in_eval: Any, in_train: Any, owner: str) -> fx.Node:
         """One value in eval mode, another in training mode."""

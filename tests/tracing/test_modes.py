@@ -404,3 +404,30 @@ def test_modules_that_decide_together_have_to_be_in_one_mode() -> None:
     gm.train().get_submodule("norm").eval()
     with pytest.raises(AssertionError, match="the model and norm decide together what happens in training"):
         gm(torch.randn(5, 4))
+
+
+class AsksTwo(nn.Module):
+    """Asks two modules for their flags, in a way that neither mode shows."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.layer, self.drop = factor, nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.layer(x))
+        return x * self.factor if self.training and not self.drop.training else x
+
+
+def test_modules_that_do_something_else_in_two_modes_have_to_be_in_one() -> None:
+    gm, x = exact(AsksTwo(2.0), torch.randn(3, 4)), torch.randn(3, 4)
+    gm.train().get_submodule("drop").eval()
+    with pytest.raises(AssertionError, match="the model and drop decide together what happens in training"):
+        gm(x)
+
+
+def test_modules_that_decide_nothing_together_may_be_in_two_modes() -> None:
+    model, x = AsksTwo(1.0), torch.randn(3, 4)
+    gm = exact(model, x)
+    for net in (model, gm):
+        net.train().get_submodule("drop").eval()
+    assert torch.equal(gm(x), model(x))

@@ -9,6 +9,7 @@ from torch import Tensor, is_inference_mode_enabled, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pdp_fx import PruneSpec, Schedule, Unstructured, convert, prepare, step
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from tests.tracing.checks import Around, exact, opaque
@@ -149,3 +150,61 @@ def test_a_block_that_sets_gradients_to_what_they_are_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"where gradients are off it .*test_settings.py:\d+ asks"):
         trace(SetsThem(), torch.randn(3, 4))
+
+
+class GoesBy(nn.Module):
+    """Takes another way by what a tensor says of its gradients."""
+
+    def __init__(self, asks: Callable[["GoesBy", Tensor, Tensor], bool], factor: float) -> None:
+        super().__init__()
+        self.asks, self.factor = asks, factor
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h * self.factor if self.asks(self, x, h) else h * 2)
+
+
+WAYS: dict[str, Callable[[GoesBy, Tensor, Tensor], bool]] = {
+    "last.weight needs": lambda model, x, h: model.last.weight.requires_grad,
+    "first.weight needs": lambda model, x, h: any(p.requires_grad for p in model.parameters()),
+    "an input needs": lambda model, x, h: x.requires_grad,
+    "a result needs": lambda model, x, h: model.training and h.requires_grad,
+}
+
+
+def turned(model: nn.Module, gm: nn.Module, x: Tensor, way: str) -> None:
+    """Freeze all parameters, or have the input need gradients."""
+    x.requires_grad_(way == "an input needs")
+    for parameter in (*model.parameters(), *gm.parameters()):
+        parameter.requires_grad_(way == "an input needs")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_graph_insists_on_what_needs_gradients_where_the_model_goes_by_it(way: str) -> None:
+    model, x = GoesBy(WAYS[way], 3.0), torch.randn(2, 4)
+    gm = exact(model, x)
+    with torch.no_grad():
+        assert torch.equal(gm.eval()(x), model.eval()(x))
+    turned(model, gm, x, way)
+    with pytest.raises(AssertionError, match=rf"test_settings.py:\d+ asks whether {way} gradients"):
+        gm.train()(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_graph_insists_on_nothing_that_changes_nothing(way: str) -> None:
+    model, x = GoesBy(WAYS[way], 2.0), torch.randn(2, 4)
+    gm = exact(model, x)
+    turned(model, gm, x, way)
+    assert torch.equal(gm.train()(x), model.train()(x))
+
+
+def test_masks_leave_to_the_parameter_whether_it_is_trained() -> None:
+    model, x = GoesBy(WAYS["last.weight needs"], 3.0), torch.randn(2, 4)
+    spec = PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0, length=2))
+    prepared = prepare(model, spec, x)
+    step(prepared)
+    prepared(x).sum().backward()
+    with torch.no_grad():
+        masked = prepared.eval()(x)
+    assert torch.equal(convert(prepared)(x), masked)
