@@ -63,8 +63,7 @@ class MaskChannels(Pass):
         placed: Placed = {}
         parts = switches_off(gm.graph)
         for group, rule in plan.groups:
-            readers = [*_carriers(ctx, group, slots), *_nodes_of(norms, group)]
-            node = _mask_group(gm, ctx, group, rule, readers, parts)
+            node = _mask_group(gm, ctx, group, rule, _carriers(ctx, group, slots), norms, parts)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, placed, ctx)
@@ -90,9 +89,20 @@ def _carriers(ctx: Context, group: ChannelGroup, slots: list[Slot]) -> list[fx.N
     return [nodes[slot.tensor] for slot in group.members if slot in masked]
 
 
-def _nodes_of(norms: list[_Norm], group: ChannelGroup) -> list[fx.Node]:
-    """The norms whose statistics run over channels of the group."""
-    return [norm.node for norm in norms if np.isin(norm.classes, group.classes).any()]
+def _varied(norms: list[_Norm], group: ChannelGroup) -> tuple[tuple[int, ...], ...]:
+    """Sets of channels of a group of each of which one must stay, for variances over some of its channels.
+
+    Of a variance over some it is two sets, so that it is over two channels at least. One over all channels of
+    the group is counted in another way (`MaskSite.least`).
+    """
+    halves: list[tuple[int, ...]] = []
+    for norm in norms:
+        places = np.flatnonzero(np.isin(group.classes, norm.classes))
+        found, counts = np.unique(norm.classes, return_counts=True)
+        alone = counts[np.isin(found, group.classes)].min() == 1
+        if function_of(norm.node) in VARIANCES and alone and 1 < len(places) < group.width:
+            halves += [tuple(half.tolist()) for half in np.array_split(places, 2)]
+    return tuple(halves)
 
 
 def _mask_group(
@@ -100,14 +110,17 @@ def _mask_group(
     ctx: Context,
     group: ChannelGroup,
     rule: Channels,
-    readers: list[fx.Node],
+    carriers: list[fx.Node],
+    norms: list[_Norm],
     parts: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """Make the mask of a group and compute it ahead of all its ``readers``; returns its node."""
+    """Make the mask of a group and compute it ahead of all that reads it; returns its node."""
+    norms = [norm for norm in norms if np.isin(norm.classes, group.classes).any()]
+    readers = [*carriers, *(norm.node for norm in norms)]
     names = tuple(slot.tensor for slot in group.producers)
     found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
     block = _block(found, group)
-    varied = any(reader.op != "get_attr" and function_of(reader) in VARIANCES for reader in readers)
+    varied = any(function_of(norm.node) in VARIANCES for norm in norms)
     site = MaskSite(
         names,
         rule,
@@ -115,7 +128,7 @@ def _mask_group(
         tuple(gm.get_parameter(name) for name in names),
         tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
         group.width,
-        group.parts,
+        (*group.parts, *_varied(norms, group)),
         block=block,
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
         least=-(-2 // block) if varied else 1,

@@ -8,7 +8,7 @@ tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which or
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -38,13 +38,14 @@ from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.leaves import COMPOSITES
 from pdp_fx.tracing.module import taken_name
+from pdp_fx.tracing.narrowing import Paths, culprits
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import sizes_to_hold
-from pdp_fx.tracing.settings import SettingError
-from pdp_fx.tracing.steps import Whole
+from pdp_fx.tracing.source import line_of
+from pdp_fx.tracing.steps import InexactError, Whole
 from pdp_fx.tracing.structure import arrays, hiding_tensors, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
@@ -122,7 +123,11 @@ def _trace_until_nothing_lasts(
     while True:
         findings = Findings(lasting=lasting)
         with noting_changes() as changes:
-            gm = _traced(model, example, findings, watch)
+            try:
+                gm = _traced(model, example, findings, watch)
+            except InexactError as err:
+                lasting |= _culprits(model, example, lasting, err)
+                continue
         if findings.sizes.read:
             unseen = followed_unseen(gm, model, example, findings)
             held = sizes_to_hold(gm, model, example) | unseen.sizes
@@ -135,6 +140,36 @@ def _trace_until_nothing_lasts(
         if not kept:
             return gm
         lasting |= kept
+
+
+def _culprits(
+    model: nn.Module, example: ExampleCall, lasting: Mapping[Whole, str], err: InexactError
+) -> dict[Whole, str]:
+    """The modules to keep whole because the graph of the model is not exact, with the reason.
+
+    Raises:
+        TraceError: the model's own ``forward`` is to blame.
+    """
+
+    def kept(paths: Iterable[str]) -> dict[Whole, str]:
+        forwards = {path: type(model.get_submodule(path)).forward for path in paths}
+        return {
+            Whole(path): f"is not exact as a graph: {err.problem} ({line_of(forward)})"
+            for path, forward in forwards.items()
+        }
+
+    def exact_without(paths: Paths) -> bool:
+        try:
+            _traced(model, example, Findings(lasting={**lasting, **kept(paths)}), None)
+        except Exception as err:  # noqa: BLE001 whatever it is, others have to be kept whole
+            _log.info("not exact with %s whole: %s", sorted(paths), err)
+            return False
+        return True
+
+    found = culprits(model, exact_without)
+    if not found:
+        raise err
+    return kept(found)
 
 
 def _traced(
@@ -154,9 +189,10 @@ def _traced(
         first = err
     try:
         return _traced(model, example, plainer, watch)
-    except TraceError:
-        if isinstance(first, SettingError):
-            # It says what the model asks for; how the graph fails if the model is told otherwise does not.
+    except TraceError as last:
+        # The first says what the model does; how a graph fails that follows less of it does not.
+        says_more = isinstance(first, TraceError) and isinstance(last, InexactError)
+        if says_more or isinstance(first, InexactError):
             raise first from None
         raise
 

@@ -19,7 +19,7 @@ from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.settings import HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import Recording, UnprovenError, is_ragged
+from pdp_fx.tracing.steps import InexactError, Recording, UnprovenError, is_ragged
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.verify import Runner, called, emptying, run, seeded, tried
 
@@ -51,7 +51,7 @@ def exact_graph(
         asks: as in `Findings`.
 
     Raises:
-        TraceError: the results differ, or the graph fails.
+        InexactError: the results differ, or the graph fails.
     """
     wanted, problem = _expected(model, example, plain, recordings), ""
     for gate_all in (False, True):
@@ -64,7 +64,7 @@ def exact_graph(
             _check_other_settings(gm, model, example, asks)
             _check_mixed_modes(gm, model, example, recordings)
             return gm
-    raise TraceError(f"the graph of {type(model).__name__} is not exact and was discarded: it {problem}")
+    raise InexactError(type(model).__name__, f"it {problem}")
 
 
 def _check_other_numbers(
@@ -77,7 +77,7 @@ def _check_other_numbers(
     tensor that no step has made. Runs on other numbers than the example's show such constants.
 
     Raises:
-        TraceError: the graph and the model differ on other numbers.
+        InexactError: the graph and the model differ on other numbers.
     """
     by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
     for training, recording in by_mode.items():
@@ -87,9 +87,10 @@ def _check_other_numbers(
         for other in example.with_other_numbers() if reading or fresh else ():
             problem = _problem_with(gm, model, other, training, checked)
             if problem:
-                raise TraceError(
-                    f"the graph of {type(model).__name__} was discarded: with other numbers than the "
-                    f"example's it {problem} in {MODES[training]} mode. {_suspected(sorted(reading))}"
+                raise InexactError(
+                    type(model).__name__,
+                    f"with other numbers than the example's it {problem} in {MODES[training]} mode. "
+                    f"{_suspected(sorted(reading))}",
                 )
 
 
@@ -99,14 +100,14 @@ def _check_other_draws(
     """Check that the graph skips what the model skips, for several seeds of the random numbers.
 
     Raises:
-        TraceError: the graph and the model differ.
+        InexactError: the graph and the model differ.
     """
     skips = any(step.skipped for step in recordings.alignment.in_train.steps)
     for seed in range(TRIALS) if skips else ():
         wanted = run(model, example, True, seeded(seed))
         difference = wanted.difference(run(gm, example, True, seeded(seed), model))
         if difference:
-            raise TraceError(f"the graph of {type(model).__name__} was discarded: it {difference}")
+            raise InexactError(type(model).__name__, f"it {difference}")
 
 
 def _check_other_settings(
@@ -135,9 +136,9 @@ def _check_other_settings(
             problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"
             if problem:
                 raise SettingError(
-                    f"the graph of {type(model).__name__} was discarded: {question.setting.value} it "
-                    f"{problem} in {mode} mode; {line} asks whether that is so: ask self.training or an "
-                    "argument instead",
+                    type(model).__name__,
+                    f"{question.setting.value} it {problem} in {mode} mode; {line} asks whether that is so: "
+                    "ask self.training or an argument instead",
                     question.setting,
                     training,
                 )
@@ -166,8 +167,8 @@ def _check_mixed_modes(
                 problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"
                 if problem:
                     raise MixedModesError(
-                        f"the graph of {type(model).__name__} was discarded: with {part} alone in the other "
-                        f"mode it {problem} in {mode} mode",
+                        type(model).__name__,
+                        f"with {part} alone in the other mode it {problem} in {mode} mode",
                         together,
                     )
 
@@ -190,8 +191,9 @@ def _check_empty_selections(
             problem = problem if more is None else f"%{more.name} may do something"
             if problem:
                 raise UnprovenError(
-                    f"the graph of {type(model).__name__} was discarded: where nothing is selected it "
-                    f"differs in {MODES[training]} mode ({told.source}): {problem}",
+                    type(model).__name__,
+                    f"where nothing is selected it differs in {MODES[training]} mode ({told.source}): "
+                    f"{problem}",
                     told.source,
                 )
 

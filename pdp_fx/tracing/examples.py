@@ -24,6 +24,9 @@ TRIALS = 6
 MOST_TOGETHER = 3
 """How many sizes of a call are changed at once."""
 
+ROOM = 2**24
+"""The most numbers that a tensor may get by having longer axes."""
+
 SMALL = 64
 """The largest size that is doubled and trebled, too."""
 
@@ -132,13 +135,12 @@ class ExampleCall:
         for call, plain in self._longer():
             for size, *more in _together(sizes):
                 if more:
-                    yield reduce(ExampleCall._spread_apart, more, call._spread_apart(size))
+                    yield from _if_small(lambda: reduce(ExampleCall._spread_apart, [size, *more], call))  # noqa: B023
                     continue
                 one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
-                yield call._spread(size, another, one)
-                yield call._spread(size, one, one)
-                if larger and size <= SMALL:
-                    yield call._spread(size, 3 * size, 2 * size)
+                ways = [(another, one), (one, one)]
+                for other, width in [*ways, (3 * size, 2 * size)] if larger and size <= SMALL else ways:
+                    yield from _if_small(lambda: call._spread(size, other, width))  # noqa: B023
             if not plain or self.batch > 1 or single:
                 yield call
 
@@ -155,7 +157,8 @@ class ExampleCall:
         for call, plain in self._longer(rows):
             for sizes in _together(self.sizes()):
                 pairs = zip(sizes, others[::2], others[1::2], strict=False)
-                yield reduce(lambda made, pair: made._spread(pair[0], pair[2], pair[1]), pairs, call)
+                spread = lambda made, pair: made._spread(pair[0], pair[2], pair[1])  # noqa: E731
+                yield from _if_small(lambda: reduce(spread, pairs, call))  # noqa: B023 called at once
             if not plain:
                 yield call
 
@@ -222,8 +225,27 @@ def _other_sizes(size: int) -> tuple[int, ...]:
     return tuple(other for other in dict.fromkeys(found) if other)
 
 
+class _TooLargeError(Exception):
+    """A made-up example would have a tensor that becomes larger than `ROOM`."""
+
+
+def _if_small(make: Callable[[], ExampleCall]) -> Iterator[ExampleCall]:
+    """A made-up example, if there is room for it: several short axes of one size may become long at once."""
+    try:
+        made = make()
+    except _TooLargeError:
+        return
+    yield made
+
+
 def _as_long(leaf: torch.Tensor, axis: int, length: int) -> torch.Tensor:
-    """A tensor with another length along an axis: cut off at its end, or repeated."""
+    """A tensor with another length along an axis: cut off at its end, or repeated.
+
+    Raises:
+        _TooLargeError: it is to be longer, and would have more than `ROOM` numbers.
+    """
+    if length > leaf.shape[axis] and leaf.numel() // leaf.shape[axis] * length > ROOM:
+        raise _TooLargeError
     whole = torch.cat([leaf.detach()] * -(-length // leaf.shape[axis]), axis)
     return whole.narrow(axis, 0, length).clone().requires_grad_(leaf.requires_grad)
 

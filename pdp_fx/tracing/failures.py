@@ -40,7 +40,6 @@ class Failures:
             UnrecordableError: the run cannot continue after this error.
         """
         if isinstance(err, NumberReadError) and len(self.found) < MOST:
-            err.source = source_line()
             self._note(err, path)
             return err.number
         if not self.found:
@@ -48,6 +47,7 @@ class Failures:
         raise err
 
     def _note(self, err: UnrecordableError, path: str) -> None:
+        err.source = err.source or source_line()
         if err.whole is None:
             module = self.model.get_submodule(path)
             err.whole = to_blame(sys._getframe(), module, path, self.paths, self.tried)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pdp_fx.errors import TraceError
 from pdp_fx.tracing.source import is_ours
+from pdp_fx.tracing.steps import InexactError
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
@@ -24,16 +24,17 @@ ONE_MODE = "decide together what happens in training, and have to be in one mode
 """What the graph says of modules that are not, where the model does what neither recording shows."""
 
 
-class MixedModesError(TraceError):
+class MixedModesError(InexactError):
     """The graph does not do what the model does when some of its modules are in the other mode.
 
     Args:
-        message: how they differ.
+        model: as for `InexactError`.
+        problem: as for `InexactError`.
         together: the modules whose flags the model reads in one place.
     """
 
-    def __init__(self, message: str, together: tuple[str, ...]) -> None:
-        super().__init__(message)
+    def __init__(self, model: str, problem: str, together: tuple[str, ...]) -> None:
+        super().__init__(model, problem)
         self.together = together
 
 

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 from torch.nn import attention
 
-from pdp_fx.errors import TraceError
 from pdp_fx.tracing.replacing import entries, namespaces
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.source import is_ours, is_users, source_line
-from pdp_fx.tracing.steps import Attribute, Expr, Value, is_input
+from pdp_fx.tracing.steps import Attribute, Expr, InexactError, Value, is_input
 from pdp_fx.tracing.structure import tensors
 
 if TYPE_CHECKING:
@@ -87,17 +86,18 @@ def _turned(leaves: Iterable[torch.Tensor]) -> Generator[None, None, None]:
             leaf.requires_grad_(not leaf.requires_grad)
 
 
-class SettingError(TraceError):
+class SettingError(InexactError):
     """The graph does not do what the model does in another setting of its caller.
 
     Args:
-        message: how they differ.
+        model: as for `InexactError`.
+        problem: as for `InexactError`.
         setting: the setting.
         training: the mode in which they differ.
     """
 
-    def __init__(self, message: str, setting: Setting, training: bool) -> None:
-        super().__init__(message)
+    def __init__(self, model: str, problem: str, setting: Setting, training: bool) -> None:
+        super().__init__(model, problem)
         self.setting, self.training = setting, training
 
     @property

@@ -1,6 +1,7 @@
 """Where a node comes from: the line of the user's code that made it."""
 
 import contextlib
+import inspect
 import os
 import sys
 import traceback
@@ -60,6 +61,12 @@ def source_line() -> str:
     """The innermost line of the model's code as `file.py:line`, or an empty string."""
     frame = user_frame(sys._getframe(1))
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def line_of(function: Callable[..., object]) -> str:
+    """Where a function begins, as `file.py:line`, or an empty string if it is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
 
 
 def source_of(err: BaseException) -> str:

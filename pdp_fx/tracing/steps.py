@@ -235,15 +235,30 @@ class Recording:
         return any(isinstance(step.target, DrawNumber) for step in self.steps)
 
 
-class UnprovenError(TraceError):
+class InexactError(TraceError):
+    """Raised where a graph is discarded because it does not do what the model does.
+
+    Args:
+        model: the name of the model's class.
+        problem: what it does, as the end of a sentence.
+    """
+
+    def __init__(self, model: str, problem: str) -> None:
+        super().__init__(f"the graph of {model} is not exact and was discarded: {problem}")
+        self.model, self.problem = model, problem
+
+
+class UnprovenError(InexactError):
     """Raised where a branch on whether anything is selected may do more than leave work out.
 
-    Attributes:
+    Args:
+        model: as for `InexactError`.
+        problem: as for `InexactError`.
         source: the line of the model's code.
     """
 
-    def __init__(self, message: str, source: str) -> None:
-        super().__init__(message)
+    def __init__(self, model: str, problem: str, source: str) -> None:
+        super().__init__(model, problem)
         self.source = source
 
 

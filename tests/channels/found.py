@@ -118,4 +118,24 @@ FOUND = (
         Channels(ratio=0.5),
         "global",
     ),
+    Found(
+        "a variance of half of the channels is left with one",
+        (Step("conv", (0,)), Step("slice_half", (1,)), Step("softplus", (2,), 2), Step("var_channels", (3,))),
+        Channels(ratio=0.7, through_norms=True),
+    ),
+    Found(
+        "a variance of half of the channels is left with one behind another reader",
+        (
+            Step("conv_bn_relu", (0,), 1),
+            Step("conv", (1,)),
+            Step("slice_half", (2,)),
+            Step("softplus", (3,), 2),
+            Step("var_channels", (4,)),
+            Step("softplus", (5,), 2),
+            Step("conv_1x1", (6,), 1),
+            Step("conv_1x1", (7,), 1),
+            Step("add", (8, 1)),
+        ),
+        Channels(ratio=0.7, through_norms=True),
+    ),
 )

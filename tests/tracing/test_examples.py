@@ -51,3 +51,10 @@ def test_unlike_sizes_share_no_factor_with_each_other_or_with_numbers() -> None:
 def test_sizes_that_are_taken_are_left_out() -> None:
     for (images,) in shapes_apart(torch.rand(2, 4, 6, 8))[:-1]:
         assert len(set(images)) == 4, images
+
+
+def test_several_short_axes_do_not_all_become_long() -> None:
+    call = ExampleCall((torch.zeros(2, 2, 2, 4, 3, 8),), {})
+    made = [*call.unlike(()), *call.apart(single=True)]
+    assert len(made) > 10
+    assert max(each.args[0].numel() for each in made) <= 2**24

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pdp_fx import TraceError
 from pdp_fx.trace import trace
+from tests.tracing.checks import Around, exact, opaque
 
 
 class Branches(nn.Module):
@@ -42,13 +43,16 @@ class Scaled(Branches):
             return self.left(x) * pool.submit(torch.tanh, x).result()
 
 
-@pytest.mark.parametrize("around", [lambda model: model, nn.Sequential], ids=["alone", "inside"])
 @pytest.mark.parametrize("kind", [Branches, ByFunctions, Scaled])
-def test_what_another_thread_computes_does_not_become_a_constant(
-    kind: type[nn.Module], around: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_what_another_thread_computes_does_not_become_a_constant(kind: type[nn.Module]) -> None:
     with pytest.raises(TraceError, match=r"the thread that calls the model"):
-        trace(around(kind()), torch.randn(3, 4))
+        trace(kind(), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("kind", [Branches, ByFunctions, Scaled])
+def test_a_part_that_computes_in_other_threads_is_kept_whole(kind: type[nn.Module]) -> None:
+    kept = opaque(exact(Around(kind()), torch.randn(3, 4), torch.randn(5, 4)))
+    assert "the thread that calls the model" in kept["inner"]
 
 
 class Table(Branches):
