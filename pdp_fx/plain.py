@@ -166,6 +166,9 @@ def _graph(graph: fx.Graph) -> _Made:
     nodes: dict[fx.Node, _Made] = {}
 
     def encoded(leaf: Any) -> Any:
+        if isinstance(leaf, torch.memory_format):
+            # The protocol of torch.save has no way to store it.
+            return _Made(pkgutil.resolve_name, str(leaf))
         return nodes[leaf] if isinstance(leaf, fx.Node) else leaf
 
     for node in graph.nodes:

@@ -8,6 +8,8 @@ The originals return plain numbers, so the graph would keep those of the example
 * `int` and `float` are also types that code may test for, so they are replaced only in the globals of code
   that was seen to call them on live numbers, and the model is recorded again.
 * NumPy makes plain numbers of live ones; the graph checks that these are the same.
+* What `torch.finfo` says of the dtype of a tensor, such as ``torch.finfo(scores.dtype).min``, is asked again
+  in the graph, for the tensor has another dtype under autocast or in a model that was cast.
 * A loop over ``range(x.shape[1])`` becomes as many steps as in the example, so the graph checks the size.
 """
 
@@ -31,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.tracing.reads import counted
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries, replaced
+from pdp_fx.tracing.replacing import entries, namespaces, replaced
 from pdp_fx.tracing.sizes import Live, Session, live, note_fixed, plain, value_of
 from pdp_fx.tracing.steps import Expr
 
@@ -90,8 +92,15 @@ def casting(recorder: Recorder) -> Generator[None, None, None]:
         for name, value in names.items()
         if isinstance(value, BuiltinFunctionType) and value in alive
     ]
+    limits = _stand_in(torch.finfo, _limits_of(recorder))
+    asked = [
+        (names, name, limits)
+        for names in (torch.__dict__, *namespaces(map(type, recorder.model.modules())))
+        for name, value in names.items()
+        if value is torch.finfo
+    ]
     with ExitStack() as stack:
-        stack.enter_context(entries([*casts, *functions]))
+        stack.enter_context(entries([*casts, *functions, *asked]))
         stack.enter_context(replaced(builtins, "range", _stand_in(range, _checked_range(recorder))))
         for name in _NUMPY:
             stack.enter_context(replaced(np, name, _fixing(getattr(np, name), recorder.session)))
@@ -179,6 +188,30 @@ def _checked_range(recorder: Recorder) -> Callable[..., Any]:
             if _is_of(number, recorder):
                 counted(recorder, number)
         return steps
+
+    return call
+
+
+class _Limits:
+    """What `torch.finfo` says of the dtype of a tensor; its numbers are live."""
+
+    def __init__(self, found: torch.finfo, value: Expr, session: Session) -> None:
+        self._found, self._value, self._session = found, value, session
+
+    def __getattr__(self, name: str) -> Any:
+        return live(getattr(self._found, name), Expr(getattr, (self._value, name)), self._session)
+
+
+def _limits_of(recorder: Recorder) -> Callable[..., Any]:
+    original = torch.finfo
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        limits = original(*args, **kwargs)
+        open_ = recorder.session.open and not recorder.inside
+        followed = recorder.dtypes.followed(args, kwargs, len(recorder.steps)) if open_ else {}
+        if not followed:
+            return limits
+        return _Limits(limits, Expr(original, tuple(followed.values())), recorder.session)
 
     return call
 

@@ -51,33 +51,35 @@ class Dtypes:
         wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
         wanted = {dtype for dtype in wanted if any(read.dtype is dtype for read in self._reads)}
         frame = user_frame() if wanted else None
-        if not wanted or not (_is_told_a_dtype() or _names_a_dtype(frame)):
+        named = _naming_frame() if wanted else None
+        if named is None and not _names_a_dtype(frame):
             return {}
-        found = {dtype: self._latest(dtype, frame, step) for dtype in wanted}
+        frames = {id(frame), id(user_frame(named))}
+        found = {dtype: self._latest(dtype, frames, step) for dtype in wanted}
         return {dtype: Expr(getattr, (value, "dtype")) for dtype, value in found.items() if value is not None}
 
-    def _latest(self, dtype: torch.dtype, frame: FrameType | None, step: int) -> Value | None:
+    def _latest(self, dtype: torch.dtype, frames: set[int], step: int) -> Value | None:
         for read in reversed(self._reads):
             # A property of the user's may have read it, in a frame of its own, just now.
-            if read.dtype is dtype and (read.frame == id(frame) or read.step == step):
+            if read.dtype is dtype and (read.frame in frames or read.step == step):
                 return read.value
         return None
 
 
-def _is_told_a_dtype() -> bool:
-    """Whether an argument of the innermost call of torch's or the model's code is some tensor's dtype.
+def _naming_frame() -> FrameType | None:
+    """The frame whose call has some tensor's dtype as an argument, which the innermost call is given.
 
-    It may be an argument of the function that makes the call, if its caller passes a dtype.
+    It is that of the innermost call of torch's or the model's code, or that of a caller that passes a dtype.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not runs_models(frame):
         if not _is_between(frame.f_code.co_filename):
             if _names_a_dtype(frame):
-                return True
+                return frame
             if not any(_is_given_dtype(argument, frame) for argument in _arguments(expression_at(frame))):
-                return False
+                return None
         frame = frame.f_back
-    return False
+    return None
 
 
 def _is_between(filename: str) -> bool:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from types import ModuleType
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,8 @@ def _held_by(model: nn.Module) -> Iterator[Any]:
 
 def _generator(value: object) -> Iterator[Any]:
     """The value if it is a generator, or the generator whose bound method it is."""
-    yield from (each for each in (value, getattr(value, "__self__", None)) if isinstance(each, _KINDS))
+    owner = value.__self__ if isinstance(value, MethodType | BuiltinMethodType) else None
+    yield from (each for each in (value, owner) if isinstance(each, _KINDS))
 
 
 def _inside(values: Iterable[Any]) -> Iterator[Any]:

@@ -23,7 +23,7 @@ class NodeRef:
 
 @dataclass(frozen=True)
 class Named:
-    """A callable that pickle cannot name, by the dotted name that generated code uses for it."""
+    """Something of a module that pickle cannot name, by the dotted name that generated code uses for it."""
 
     name: str
 
@@ -53,6 +53,9 @@ def graph_to_text(graph: fx.Graph) -> GraphText:
     index = {node: NodeRef(i) for i, node in enumerate(graph.nodes)}
 
     def encode_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.memory_format):
+            # The protocol of torch.save has no way to store it.
+            return Named(str(leaf))
         return index[leaf] if isinstance(leaf, fx.Node) else leaf
 
     def encode(value: Any) -> Any:
@@ -70,6 +73,8 @@ def graph_from_text(text: GraphText) -> fx.Graph:
     nodes: list[fx.Node] = []
 
     def decode_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Named):
+            return _find(leaf.name)
         return nodes[leaf.index] if isinstance(leaf, NodeRef) else leaf
 
     def decode(value: Any) -> Any:

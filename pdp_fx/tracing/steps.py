@@ -305,7 +305,7 @@ def is_data(value: Any) -> bool:
     if isinstance(value, Step):
         return value.data
     if isinstance(value, Expr):
-        return any(is_data(arg) for arg in value.args) and value.call not in LAYOUT
+        return any(is_data(arg) for arg in value.args) and not (value.call in LAYOUT or _is_unsized(value))
     return isinstance(value, Attribute)
 
 
@@ -313,13 +313,16 @@ def is_ragged(value: Any) -> bool:
     """Whether a value depends on sizes that depend on such numbers (`is_data`)."""
     if isinstance(value, Step):
         return value.ragged
-    if not isinstance(value, Expr) or (value.call is getattr and value.args[1] in _UNSIZED):
-        return False
-    return any(is_ragged(arg) for arg in value.args)
+    return isinstance(value, Expr) and not _is_unsized(value) and any(is_ragged(arg) for arg in value.args)
+
+
+def _is_unsized(value: Expr) -> bool:
+    """Whether a value is an attribute of a tensor that says nothing about its size or its numbers."""
+    return value.call is getattr and value.args[1] in _UNSIZED
 
 
 _UNSIZED = ("device", "dtype", "layout", "ndim", "requires_grad")
-"""Attributes of a tensor that say nothing about its size."""
+"""Attributes of a tensor that say nothing about its size or its numbers."""
 
 
 def varies(value: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from pdp_fx.plain import plain
 from pdp_fx.trace import trace
 from pdp_fx.tracing.module import TracedModule
 from tests.tracing.checks import assert_same, exact, targets
@@ -62,6 +63,28 @@ def test_a_saved_module_loads(tmp_path: Path) -> None:
     gm = exact(model, tokens(2))
     torch.save(gm, tmp_path / "traced.pt")
     assert_same(torch.load(tmp_path / "traced.pt", weights_only=False), model, tokens(2))
+
+
+class InFormat(nn.Module):
+    """Asks for a memory format, which the protocol of torch.save has no way to store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.contiguous(memory_format=torch.channels_last))
+        return self.last(x.relu().clone(memory_format=torch.preserve_format))
+
+
+def test_a_module_with_memory_formats_is_saved(tmp_path: Path) -> None:
+    model, x = InFormat(), torch.randn(2, 3, 4, 4)
+    gm = exact(model, x)
+    for made in (gm, plain(trace(model, x))):
+        torch.save(made, tmp_path / "made.pt")
+        found = torch.load(tmp_path / "made.pt", weights_only=False)
+        assert torch.equal(found(x), model(x))
+        assert found(x).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_dense_checkpoint_loads() -> None:

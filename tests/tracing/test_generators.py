@@ -131,3 +131,27 @@ def test_channels_around_random_numbers_go() -> None:
     # Both models draw the same when convert compares them.
     converted = pdp_fx.convert(prepared)
     assert converted.get_parameter("before.weight").shape == (2, 4)
+
+
+class Missing:
+    """Stands for a library that is not installed, and says so whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> None:
+        raise ImportError(f"no library with {name}")
+
+
+LIBRARY: Any = None
+
+
+def test_globals_that_answer_no_question_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "LIBRARY", Missing())
+
+    class MayUse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) if x.ndim == 2 else LIBRARY.layer(x)
+
+    exact(MayUse(), torch.randn(3, 4))

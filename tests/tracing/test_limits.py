@@ -1,0 +1,89 @@
+"""What `torch.finfo` says of the dtype of a tensor, which is another under autocast and after a cast."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, finfo, nn
+
+from pdp_fx import Channels, PruneSpec, prepare
+from tests.tracing.checks import exact
+
+
+class Limited(nn.Module):
+    """Computes with the limits of a tensor's numbers."""
+
+    def __init__(self, limit: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.limit = limit
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.limit(self.last(torch.relu(self.first(x))))
+
+
+def masks(x: Tensor) -> Tensor:
+    return x.masked_fill(x < x.mean(), torch.finfo(x.dtype).min).softmax(-1)
+
+
+def divides(x: Tensor) -> Tensor:
+    limits = finfo(x.dtype)
+    return x / (x.norm() + limits.eps**0.5 + 2 * limits.tiny)
+
+
+def least(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).min / 2
+
+
+def told(x: Tensor) -> Tensor:
+    kind = x.dtype
+    y = x.abs()
+    limits = torch.finfo(type=kind)  # pyright: ignore[reportCallIssue] that is its name
+    return y.clamp(min=least(kind) * 0 + limits.eps).log()
+
+
+def filled(x: Tensor) -> Tensor:
+    return torch.full((4,), least(x.dtype), dtype=x.dtype).maximum(x)
+
+
+def of_torch(x: Tensor) -> Tensor:
+    return torch.distributions.Bernoulli(probs=torch.sigmoid(40 * x)).log_prob(torch.ones((), dtype=x.dtype))
+
+
+def fixed(x: Tensor) -> Tensor:
+    return x.float() + torch.finfo(torch.float16).eps
+
+
+LIMITS = (masks, divides, told, filled, of_torch, fixed)
+
+
+def under(dtype: torch.dtype, call: Callable[..., Any], x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype):
+        result: Tensor = call(x)
+    return result
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_limits_follow_the_dtype(limit: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Limited(limit), torch.randn(3, 4)
+    gm = exact(model, x, torch.randn(5, 4))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(under(dtype, gm, x), under(dtype, model, x))
+    for dtype in (torch.float64, torch.bfloat16):
+        expected = copy.deepcopy(model).to(dtype)(x.to(dtype))
+        assert torch.equal(copy.deepcopy(gm).to(dtype)(x.to(dtype)), expected)
+
+
+def test_attention_that_masks_by_limits_trains_under_autocast() -> None:
+    model, x = Limited(masks), torch.randn(3, 4)
+    prepared = prepare(model, PruneSpec(Channels(0.5)), x)
+    under(torch.bfloat16, prepared, x).sum().backward()
+    assert torch.equal(under(torch.bfloat16, prepared, x), under(torch.bfloat16, model, x))
+    again = pickle.loads(pickle.dumps(prepared))
+    assert torch.equal(under(torch.bfloat16, again, x), under(torch.bfloat16, model, x))
+    compiled = torch.compile(prepared, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
