@@ -110,16 +110,42 @@ def _names_a_dtype(frame: FrameType | None) -> bool:
 
 
 def _is_dtype(expression: ast.expr, located: Located) -> bool:
-    if isinstance(expression, ast.Attribute):
-        return expression.attr == "dtype"
     if not isinstance(expression, ast.Name):
-        return False
+        return _reads_dtype(expression)
     around = (parent for parent in reversed(located.parents) if isinstance(parent, ast.FunctionDef))
     function = next(around, None)
-    return function is not None and any(
-        isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == expression.id for target in node.targets)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "dtype"
-        for node in ast.walk(function)
+    assigned = (
+        value
+        for node in (ast.walk(function) if function is not None else ())
+        for target, whole in _assignments(node)
+        for value in _assigned_to(expression.id, target, whole)
     )
+    return any(map(_reads_dtype, assigned))
+
+
+def _reads_dtype(expression: ast.expr) -> bool:
+    """Whether an expression is an attribute `dtype`, at least one way."""
+    if isinstance(expression, ast.IfExp):
+        return _reads_dtype(expression.body) or _reads_dtype(expression.orelse)
+    return isinstance(expression, ast.Attribute) and expression.attr == "dtype"
+
+
+def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """The targets of an assignment, each with the value; none if a node is something else."""
+    if isinstance(node, ast.Assign):
+        return [(target, node.value) for target in node.targets]
+    if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        return [(node.target, node.value)]
+    return []
+
+
+def _assigned_to(name: str, target: ast.expr, value: ast.expr) -> list[ast.expr]:
+    """What a variable gets by an assignment, which may be one of several values to several targets."""
+    if isinstance(target, ast.Name):
+        return [value] if target.id == name else []
+    if not (isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List)):
+        return []
+    if len(target.elts) != len(value.elts):
+        return []
+    pairs = zip(target.elts, value.elts, strict=True)
+    return [found for one, given in pairs for found in _assigned_to(name, one, given)]

@@ -29,6 +29,7 @@ from pdp_fx.tracing.compiling import LOOKS_AT_MASK
 from pdp_fx.tracing.gradients import gradient_blocks
 from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of
+from pdp_fx.tracing.processes import noting_processes
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
@@ -87,10 +88,17 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         _methods_whole(recorder),
         casting(recorder),
         gradient_blocks(recorder),
-        noting_settings(recorder),
+        _questions(recorder),
         recorder.watch,
         _Listener(recorder),
     ):
+        yield
+
+
+@contextmanager
+def _questions(recorder: Recorder) -> Generator[None, None, None]:
+    """Note what the model asks about where it runs."""
+    with noting_settings(recorder), noting_processes(recorder):
         yield
 
 

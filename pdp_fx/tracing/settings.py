@@ -35,6 +35,7 @@ class Setting(enum.Enum):
     NO_GRADIENTS = "where gradients are off"
     INFERENCE = "in inference mode"
     AUTOCAST = "under autocast"
+    HALF = "under autocast to float16"
     FROZEN = "where parameters are trained that were not, or no longer are"
     OF_INPUTS = "where inputs need gradients that did not, or no longer do"
 
@@ -64,9 +65,9 @@ class Question(NamedTuple):
             return _turned([everything[self.parameter]] if self.parameter else everything.values())
         if self.setting is Setting.OF_INPUTS:
             return _turned(given)
-        if self.setting is Setting.AUTOCAST:
+        if self.setting in (Setting.AUTOCAST, Setting.HALF):
             device = next((tensor.device.type for tensor in given), "cpu")
-            return torch.autocast(device, dtype=torch.bfloat16)
+            return torch.autocast(device, torch.float16 if self.setting is Setting.HALF else torch.bfloat16)
         return torch.no_grad() if self.setting is Setting.NO_GRADIENTS else torch.inference_mode()
 
 
@@ -106,7 +107,7 @@ class SettingError(InexactError):
 
         Eval mode has to run without gradients, which is what it is for.
         """
-        return self.setting in (Setting.FROZEN, Setting.OF_INPUTS) or (
+        return self.setting in (Setting.FROZEN, Setting.OF_INPUTS, Setting.HALF) or (
             self.setting is Setting.NO_GRADIENTS and self.training
         )
 
@@ -116,6 +117,9 @@ _ASKING = {
     "is_inference_mode_enabled": Setting.INFERENCE,
     "is_autocast_enabled": Setting.AUTOCAST,
     "is_autocast_cpu_enabled": Setting.AUTOCAST,
+    "get_autocast_dtype": Setting.HALF,
+    "get_autocast_cpu_dtype": Setting.HALF,
+    "get_autocast_gpu_dtype": Setting.HALF,
 }
 """Functions of torch, and what they ask about."""
 
@@ -151,22 +155,9 @@ def _refused(recorder: Recorder) -> Callable[..., None]:
     return chosen
 
 
-def note_asked(recorder: Recorder, setting: Setting) -> bool:
-    """Note that the model's own code asks about a setting; whether it is that who asks, and not torch."""
-    users = _is_users_question()
-    if users:
-        recorder.findings.asks[Question(setting)] = source_line()
-        held = setting in recorder.findings.holds
-        if held and setting is Setting.NO_GRADIENTS and recorder.model.training:
-            step = recorder.step("call_function", _ARE_ON, (), {})
-            recorder.steps.append(step)
-            _hold(recorder, step, _ARE_ON(), "gradients are on")
-    return users
-
-
 def note_asked_tensor(recorder: Recorder, tensor: torch.Tensor) -> None:
     """Note that the model's own code asks whether a tensor needs gradients."""
-    if not _is_users_question():
+    if not is_users_question():
         return
     value, asks, source = recorder.origins.known(tensor), recorder.findings.asks, source_line()
     if isinstance(value, Attribute) and isinstance(tensor, nn.Parameter):
@@ -181,35 +172,51 @@ def note_asked_tensor(recorder: Recorder, tensor: torch.Tensor) -> None:
     held = value is not None and not recorder.findings.holds.isdisjoint(settings)
     if held and (recorder.model.training or Setting.NO_GRADIENTS not in settings):
         needs = Expr(getattr, (value, "requires_grad"))
-        _hold(recorder, needs, tensor.requires_grad, f"{what} needs gradients")
+        hold(recorder, needs, tensor.requires_grad, f"whether {what} needs gradients")
 
 
 MOST_ALONE = 8
 """Of so many parameters a model may ask whether they are trained, and each is tried alone."""
 
-_ARE_ON = torch.is_grad_enabled
-
 HELD = "and that has to be so as it was when the model was traced"
 
 
-def _hold(recorder: Recorder, value: Value, answer: bool, what: str) -> None:
-    """Add a check that the answer is what it is now."""
-    message = f"{source_line()} asks whether {what}, {HELD}"
+def hold(recorder: Recorder, value: Value, answer: object, what: str) -> None:
+    """Add a check that the answer to a question is what it is now.
+
+    Args:
+        recorder: the recording.
+        value: the answer in the graph.
+        answer: what it is now.
+        what: the question, as the end of a sentence that begins with the line that asks.
+    """
+    message = f"{source_line()} asks {what}, {HELD}"
     recorder.steps.append(check_step([(value, answer)], message, recorder.scope, ""))
 
 
-def _is_users_question() -> bool:
-    """Whether the model's own code asks, and not torch."""
+def is_users_question() -> bool:
+    """Whether the model's own code calls what asks this, and not torch."""
     frame = sys._getframe()
     while frame.f_back is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return is_users(frame.f_code.co_filename)
 
 
-def _asked(recorder: Recorder, function: Callable[..., bool], setting: Setting) -> Callable[..., bool]:
-    def answer(*args: Any) -> bool:
-        users = not recorder.inside and note_asked(recorder, setting)
-        told = users and setting is Setting.AUTOCAST and recorder.findings.as_if_cast
-        return told or function(*args)
+def _asked(recorder: Recorder, function: Callable[..., Any], setting: Setting) -> Callable[..., Any]:
+    def answer(*args: Any) -> Any:
+        result = function(*args)
+        if recorder.inside or not is_users_question():
+            return result
+        findings = recorder.findings
+        findings.asks[Question(setting)] = source_line()
+        if setting in findings.holds and (recorder.model.training or setting is not Setting.NO_GRADIENTS):
+            step = recorder.step("call_function", function, args, {})
+            recorder.steps.append(step)
+            hold(recorder, step, result, _HELD[setting])
+        return True if setting is Setting.AUTOCAST and findings.as_if_cast else result
 
     return answer
+
+
+_HELD = {Setting.NO_GRADIENTS: "whether gradients are on", Setting.HALF: "for the dtype of autocast"}
+"""What the functions of torch ask whose answers can be held."""

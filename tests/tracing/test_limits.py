@@ -49,6 +49,20 @@ def filled(x: Tensor) -> Tensor:
     return torch.full((4,), least(x.dtype), dtype=x.dtype).maximum(x)
 
 
+def filled_with(kind: torch.dtype, size: int) -> Tensor:
+    return torch.full((size,), least(kind), dtype=kind)
+
+
+def unpacked(x: Tensor) -> Tensor:
+    size, kind = x.shape[1], x.dtype
+    return filled_with(kind, size).maximum(x)
+
+
+def chosen(x: Tensor) -> Tensor:
+    kind = x.dtype if x.is_floating_point() else torch.float32
+    return x + torch.ones((), dtype=kind) * torch.finfo(kind).eps
+
+
 def of_torch(x: Tensor) -> Tensor:
     return torch.distributions.Bernoulli(probs=torch.sigmoid(40 * x)).log_prob(torch.ones((), dtype=x.dtype))
 
@@ -57,7 +71,7 @@ def fixed(x: Tensor) -> Tensor:
     return x.float() + torch.finfo(torch.float16).eps
 
 
-LIMITS = (masks, divides, told, filled, of_torch, fixed)
+LIMITS = (masks, divides, told, filled, unpacked, chosen, of_torch, fixed)
 
 
 def under(dtype: torch.dtype, call: Callable[..., Any], x: Tensor) -> Tensor:

@@ -208,3 +208,19 @@ def test_masks_leave_to_the_parameter_whether_it_is_trained() -> None:
     with torch.no_grad():
         masked = prepared.eval()(x)
     assert torch.equal(convert(prepared)(x), masked)
+
+
+def test_a_graph_insists_on_the_dtype_of_autocast_that_the_model_computes_in() -> None:
+    class Follows(HalvesSaved):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).to(torch.get_autocast_dtype("cpu")).float()
+
+    model, x = Follows(), torch.randn(3, 4)
+    gm = exact(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gm(x), model(x))
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(AssertionError, match=r"test_settings.py:\d+ asks for the dtype of autocast"),
+    ):
+        gm(x)
