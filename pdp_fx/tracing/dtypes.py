@@ -6,6 +6,7 @@ assigned one, or one that the caller was given so. The recorder knows whose `dty
 """
 
 import ast
+import inspect
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -88,12 +89,20 @@ def _is_between(filename: str) -> bool:
 
 
 def _is_given_dtype(argument: ast.expr, frame: FrameType) -> bool:
-    """Whether an argument is a dtype that the function which runs in a frame was given."""
-    if not isinstance(argument, ast.Name):
+    """Whether an argument is a dtype that the function which runs in a frame was given, or holds one.
+
+    All arguments that a function was given are passed on by ``*args`` and ``**kwargs``, and one of them by
+    ``kwargs["dtype"]``.
+    """
+    name = argument.value if isinstance(argument, ast.Starred | ast.Subscript) else argument
+    if not isinstance(name, ast.Name):
         return False
     code = frame.f_code
-    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return argument.id in given and isinstance(frame.f_locals.get(argument.id), torch.dtype)
+    several = [flag for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS) if code.co_flags & flag]
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + len(several)]
+    value = frame.f_locals.get(name.id) if name.id in given else None
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+    return any(isinstance(each, torch.dtype) for each in held)
 
 
 def _arguments(located: Located | None) -> list[ast.expr]:

@@ -101,3 +101,36 @@ def test_attention_that_masks_by_limits_trains_under_autocast() -> None:
     assert torch.equal(under(torch.bfloat16, again, x), under(torch.bfloat16, model, x))
     compiled = torch.compile(prepared, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), model(x))
+
+
+class Positions(nn.Module):
+    """Gives positions of a dtype, which it is told."""
+
+    def forward(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self.passed(size, dtype=dtype)
+
+    def passed(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Pass all on."""
+        return torch.arange(*args, **kwargs) / torch.finfo(kwargs["dtype"]).bits
+
+
+class ToldByModules(Limited):
+    """Tells a module a dtype, which passes it on."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x)
+        self.positions = Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions(x.shape[1], dtype=x.dtype))
+
+
+def test_a_dtype_is_followed_through_calls_of_modules() -> None:
+    model, x = ToldByModules(), torch.randn(3, 4)
+    gm = exact(model, x)
+    for dtype in (torch.float64, torch.bfloat16):
+        expected = copy.deepcopy(model).to(dtype)(x.to(dtype))
+        found = copy.deepcopy(gm).to(dtype)(x.to(dtype))
+        assert found.dtype == dtype
+        if dtype is torch.float64:
+            torch.testing.assert_close(found, expected)

@@ -39,9 +39,7 @@ def test_a_model_that_asks_for_other_processes_is_traced_where_they_are() -> Non
     model, x = Averages(), torch.randn(3, 4)
     gm = exact(model, x)
     with process_group():
-        with pytest.raises(
-            AssertionError, match="asks whether processes work together"
-        ):
+        with pytest.raises(AssertionError, match="asks whether processes work together"):
             gm.train()(x)
         exact(model, x)
 
