@@ -72,10 +72,25 @@ class _FlowInterpreter(Interpreter):
             return result
         if is_opaque(self.module, node):
             return self.run_unseen(node)
+        if function_of(node) in (torch.broadcast_tensors, torch.meshgrid):
+            self.meet(node)
         if node.op == "call_module" and isinstance(self.fetch_attr(str(node.target)), nn.LSTM):
             with unfused_recurrence():
                 return super().run_node(node)
         return super().run_node(node)
+
+    def meet(self, node: fx.Node) -> None:
+        """Tie or freeze the tensors that a node is given, each of which it computes with alone.
+
+        Its operations do not show that the sizes of each depend on those of the others.
+        """
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        first, *others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if function_of(node) is torch.meshgrid:
+            self.flow.freeze_all([first, *others], "they span a grid")
+            return
+        for other in others:
+            torch.eq(first, other)
 
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a node whose code may act differently on other inputs: freeze all labels that go in."""

@@ -130,6 +130,9 @@ class Recorder:
         kwargs = functions.without_hints(name, args, functions.in_own_names(function, kwargs))
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._by_tensors(args[1]), *args[2:])
+        elif name == "new" and len(args) == 2 and isinstance(args[1], torch.Size):
+            # In a graph it would be a tuple, which stands for numbers there.
+            name, function, args = "new_empty", torch.Tensor.new_empty, (args[0], tuple(args[1]))
         elif name == "new_tensor":
             args = (args[0], *map(self._as_list, args[1:]))
         op, target, shown = functions.in_graph_form(function, args, kwargs)

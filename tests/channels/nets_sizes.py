@@ -478,6 +478,52 @@ class ScaledByRowsOfWeight(DividedByWeights):
         return self.out(x) * self.inner.bias.numel() ** 0.5
 
 
+class TwoHeads(nn.Module):
+    """A mean and a deviation for each hidden number, as in a variational autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mean, self.deviation = nn.Linear(6, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.last, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.act(self.mean(x), F.softplus(self.deviation(x)))
+
+    def act(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        """What is made of the two."""
+        raise NotImplementedError
+
+
+class DrawsInTraining(TwoHeads):
+    """Eval mode uses the mean only, but the distribution still wants two tensors of one size."""
+
+    def act(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        normal = torch.distributions.Normal(mean, deviation)
+        return self.last(normal.rsample() if self.training else normal.mean)
+
+
+class BroadTogether(TwoHeads):
+    def act(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        mean, deviation = torch.broadcast_tensors(mean, deviation * 0.05)
+        return self.last(mean) + self.other(deviation)
+
+
+class SpansGrid(TwoHeads):
+    """The sizes of a grid are those of both of its sides."""
+
+    def act(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        across, along = torch.meshgrid(mean[0], deviation[0], indexing="ij")
+        return self.last(across.T) + self.other(along)
+
+
+class NewOfSize(Between):
+    """Memory as large as another tensor, by the old way of asking for it."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * x.new(x.size()).fill_(0.5)
+
+
 SIZES = (
     Construct(DividedByWeights, vectors(), removed=4),
     Construct(ScaledByRowsOfWeight, vectors(), removed=4),
@@ -523,4 +569,8 @@ SIZES = (
     Construct(PlacesOfItsOwn, sequences(), removed=8),
     Construct(HalvesByConstant, sequences(), removed=8),
     Construct(HalvesByBuffer, sequences(), reason="is told sizes or positions"),
+    Construct(DrawsInTraining, vectors(), removed=8 + 4 + 4),
+    Construct(BroadTogether, vectors(), removed=8 + 4 + 4),
+    Construct(SpansGrid, vectors(), removed=8, reason="span a grid"),
+    Construct(NewOfSize, images(), removed=4 + 3),
 )
