@@ -236,12 +236,14 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
     slots = {slot: classes[ids.numpy()] for slot, ids in record.slots.items()}
     makes, unused = _makes(record, slots, classes)
     frozen = [(distinct(classes[ids]), reason) for ids, reason in record.ties.frozen]
-    known = concatenated(roots for roots, _ in frozen)
-    elsewhere = [(np.setdiff1d(classes[ids], known), reason) for ids, reason in record.elsewhere]
+    known = np.zeros(len(classes), dtype=bool)
+    known[concatenated(roots for roots, _ in frozen)] = True
+    found = ((distinct(classes[ids]), reason) for ids, reason in record.elsewhere)
+    elsewhere = [(roots[~known[roots]], reason) for roots, reason in found]
     stays = [*frozen, *elsewhere, *([] if through_norms else normed), *unused]
     # Checks that the tracer has found to be too strict since the run are gone, with what they read.
     nodes = {node.name for node in graph.nodes}
-    taint = {name: [ids for _, _, ids in found] for name, found in record.taint.items() if name in nodes}
+    taint = {name: [ids for _, _, ids in met] for name, met in record.taint.items() if name in nodes}
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
     parts = (classes[ids.numpy()] for ids in [*record.parts, *carried])
     groups = [

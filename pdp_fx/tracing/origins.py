@@ -35,12 +35,19 @@ class Origins:
         model: the model that runs.
         watch: knows which memory was allocated in this run.
         alias: makes another tensor object of a tensor, unrecorded.
+        another: records that another tensor object is made of a tensor, if told so without its gradient.
 
     Attributes:
         unseen: as in `Recording`.
     """
 
-    def __init__(self, model: nn.Module, watch: Watch, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        watch: Watch,
+        alias: Callable[[torch.Tensor], torch.Tensor],
+        another: Callable[[torch.Tensor, bool], Value],
+    ) -> None:
         self._model = model
         named = (*model.named_parameters(), *model.named_buffers())
         self._attributes = {id(tensor): Attribute(path) for path, tensor in named}
@@ -51,7 +58,7 @@ class Origins:
         }
         self._stored = {storage_of(tensor) for _, tensor in named}
         self._watch = watch
-        self._alias = alias
+        self._alias, self._another = alias, another
         self._values = WeakTensorKeyDictionary()
         self._of_functions = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[TensorWeakRef]] = {}
@@ -72,6 +79,10 @@ class Origins:
                 raise UnrecordableError("calls an autograd function's apply that was looked up before")
             return known
         if self._watch.is_ours(tensor):
+            for source, detached in self._watch.sources(tensor):
+                if self.known(source) is not None:
+                    self._values[tensor] = self._another(source, detached)
+                    return self._values[tensor]
             raise UnrecordableError("uses a tensor made by code that torch functions do not show")
         self.unseen.append(tensor)
         return self.constant(tensor)

@@ -125,8 +125,13 @@ def _offset(recorder: Recorder, tensor: torch.Tensor) -> Any:
     return recorder.live(offset, "storage_offset", recorder.origins.value(tensor))
 
 
+def _element_size(recorder: Recorder, tensor: torch.Tensor) -> Any:
+    bytes_ = recorder.run(torch.Tensor.element_size, (tensor,), {})
+    return recorder.live(bytes_, "element_size", recorder.origins.value(tensor))
+
+
 def _bytes(recorder: Recorder, tensor: torch.Tensor) -> Any:
-    return _numel(recorder, tensor) * recorder.run(torch.Tensor.element_size, (tensor,), {})
+    return _numel(recorder, tensor) * _element_size(recorder, tensor)
 
 
 def _is_same_size(recorder: Recorder, tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -232,6 +237,8 @@ _READS: dict[str, Call] = {
     "stride": _stride,
     "storage_offset": _offset,
     "nbytes": _bytes,
+    "element_size": _element_size,
+    "itemsize": _element_size,
     "is_same_size": _is_same_size,
     "device": _device,
     "dtype": _dtype,

@@ -91,7 +91,7 @@ class Recorder:
         self._recomputed, self._checkpoints = 0, 0
         self.failures = Failures(model, self.paths, findings.tried)
         self.watch = Watch(model)
-        self.origins = Origins(model, self.watch, self._alias)
+        self.origins = Origins(model, self.watch, self._alias, self._another)
         self.arguments = Arguments(self.origins, self.session)
         self.dtypes = Dtypes()
         self.parts = Parts()
@@ -429,6 +429,13 @@ class Recorder:
         if tensor.layout is not torch.strided and not tensor.requires_grad:
             return self.run(torch.Tensor.detach, (tensor,), {})
         return self.run(torch.Tensor.view_as, (tensor, tensor), {})
+
+    def _another(self, tensor: torch.Tensor, detached: bool) -> Value:
+        if detached:
+            made = self.function(torch.Tensor.detach, (tensor,), {})
+        else:
+            made = self.function(torch.Tensor.view_as, (tensor, tensor), {})
+        return self.origins.value(made)
 
 
 def _refuse(why: str) -> NoReturn:

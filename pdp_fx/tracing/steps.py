@@ -296,8 +296,8 @@ class NumberReadError(UnrecordableError):
         self.number = number
 
 
-LAYOUT = frozenset({"size", "dim", "numel", "stride", "storage_offset", "is_same_size"})
-"""Methods of tensors whose result depends on shape and memory layout, and not on the numbers in them."""
+LAYOUT = frozenset({"size", "dim", "numel", "stride", "storage_offset", "is_same_size", "element_size"})
+"""Methods of tensors whose result depends on shape, dtype and layout, and not on the numbers in them."""
 
 
 def is_data(value: Any) -> bool:

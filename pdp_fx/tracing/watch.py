@@ -6,7 +6,7 @@ them is not taken for a constant. The same look tells whether a call drew random
 whose size depends on numbers.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ _REGULAR_CUSTOM = frozenset(
     "roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d _roi_align_backward "
     "grouped_mm_fallback grouped_mm_fallback_backward".split()
 )
+
+_ALIASING = frozenset((torch.ops.aten.alias.default, torch.ops.aten.detach.default))
 
 _UPDATING = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())
 """Operations that, told to train, write to their running statistics without saying so."""
@@ -55,6 +57,8 @@ class Watch(TorchDispatchMode):
         self.updates = False
         self.touched: set[int] = set()
         self._ragged = WeakTensorKeyDictionary()
+        self._watched = False
+        self._aliases: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         self._generators = other_generators()
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
         # While a weak reference to a storage exists, its address is not reused for another one.
@@ -81,6 +85,18 @@ class Watch(TorchDispatchMode):
         """Whether the memory of a tensor belongs to the model or was allocated in this run."""
         return storage_of(tensor) in self._ours
 
+    def sources(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The tensors that this may be another object of, though no torch function has made it one.
+
+        That is what ``torch.autograd.Variable(x)`` and ``torch.Tensor(x)`` give; with each, whether without
+        its gradient.
+        """
+        for func, source in self._aliases.get(storage_of(tensor), []):
+            detached = func is torch.ops.aten.detach.default
+            grows = source.requires_grad and not detached
+            if source is not tensor and tensor.requires_grad == grows and _lies_as(tensor, source):
+                yield source, detached
+
     def makes_ragged(self, tensor: torch.Tensor) -> bool:
         """Whether the size of a tensor may follow from one that depends on numbers.
 
@@ -101,8 +117,12 @@ class Watch(TorchDispatchMode):
         """Watch one call; afterwards the attributes describe it."""
         self.random = self.ragged = self.read_numbers = self.read_weights = self.updates = False
         self.touched = set()
-        states = torch_generators()
-        yield self
+        states, outer = torch_generators(), self._watched
+        self._watched = True
+        try:
+            yield self
+        finally:
+            self._watched = outer
         self.random = self.random or _have_moved(states)
 
     def __torch_dispatch__(
@@ -123,6 +143,8 @@ class Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
             self.random = True
         mine = {storage_of(tensor) for tensor in flat_tensors((args, kwargs))}
+        if func in _ALIASING and not self._watched:
+            self._aliases.setdefault(storage_of(args[0]), []).append((func, args[0]))
         self.touched |= mine
         self.read_weights = self.read_weights or not mine.isdisjoint(self._weights)
         for tensor in flat_tensors(result):
@@ -142,6 +164,14 @@ class Watch(TorchDispatchMode):
             for tensor in flat_tensors(result):
                 if all(tensor is not other for other in read):
                     self._ragged[tensor] = True
+
+
+def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that share memory are made of the same numbers in it."""
+    one, another = (
+        (each.dtype, each.shape, each.stride(), each.storage_offset()) for each in (tensor, other)
+    )
+    return one == another
 
 
 def _have_moved(states: tuple[torch.Tensor, ...]) -> bool:

@@ -67,11 +67,15 @@ def of_torch(x: Tensor) -> Tensor:
     return torch.distributions.Bernoulli(probs=torch.sigmoid(40 * x)).log_prob(torch.ones((), dtype=x.dtype))
 
 
+def sized(x: Tensor) -> Tensor:
+    return x * x.element_size() + x.itemsize / x.nbytes
+
+
 def fixed(x: Tensor) -> Tensor:
     return x.float() + torch.finfo(torch.float16).eps
 
 
-LIMITS = (masks, divides, told, filled, unpacked, chosen, of_torch, fixed)
+LIMITS = (masks, divides, told, filled, unpacked, chosen, of_torch, sized, fixed)
 
 
 def under(dtype: torch.dtype, call: Callable[..., Any], x: Tensor) -> Tensor:
