@@ -35,7 +35,11 @@ class Span(NamedTuple):
 
 
 def changed_settings(graph: fx.Graph) -> list[Span]:
-    """The blocks of a graph that are in no other of their kind; each is beside or wholly inside another."""
+    """The blocks of a graph, those inside others first; each is beside or wholly inside another.
+
+    Those inside a block of their kind end, too: torch counts the blocks of autocast that are open, and forgets
+    the weights that it has cast when none is.
+    """
     found: list[Span] = []
     entered: list[fx.Node] = []
     for node in graph.nodes:
@@ -43,9 +47,7 @@ def changed_settings(graph: fx.Graph) -> list[Span]:
         if end is not None and any(function_of(user) is end for user in node.users):
             entered.append(node)
         elif entered and entered[-1] in node.all_input_nodes:
-            entry = entered.pop()
-            if all(other.target is not entry.target for other in entered):
-                found.append(Span(entry, node))
+            found.append(Span(entered.pop(), node))
     return found
 
 

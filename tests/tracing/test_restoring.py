@@ -79,6 +79,13 @@ def test_a_failed_call_leaves_settings_as_they_were(model: nn.Module, enabled: b
                 one(torch.randn(3, 5))
             assert torch.is_grad_enabled() is enabled
             assert torch.is_autocast_enabled("cpu") is enabled
+        assert open_blocks() == 0
+
+
+def open_blocks() -> int:
+    """How many blocks of autocast are open; torch forgets the weights that it has cast when none is."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @pytest.mark.parametrize("model", [Still(), Cast(True), Nested()])
