@@ -19,6 +19,7 @@ from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import called_module, function_of
 from pdp_fx.tracing.objects import DrawNumber, MethodOf
+from pdp_fx.tracing.restoring import blocks_ended
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
 from pdp_fx.tracing.unfused import unfused_attention, unfused_recurrence
 from pdp_fx.tracing.writer import REPAIRS
@@ -198,5 +199,5 @@ def run(
     placed = place_arguments(gm, inputs)
     # Otherwise autocast would reuse earlier casts of weights, tensors that carry no labels.
     torch.clear_autocast_cache()
-    with evaluating(gm), gradients_if_taken(gm), flow:
+    with blocks_ended(), evaluating(gm), gradients_if_taken(gm), flow:
         return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)

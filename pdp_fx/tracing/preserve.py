@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.generators import generators_restored
+from pdp_fx.tracing.restoring import blocks_ended
 from pdp_fx.tracing.structure import OF_TORCH, are_equal
 
 # Hooks are in an OrderedDict, caches in anything.
@@ -57,15 +58,13 @@ _CHANGES: ContextVar[Changes | None] = ContextVar("changes", default=None)
 def preserved(*models: nn.Module) -> Generator[None, None, None]:
     """Restore the models and the random number generators at the end, also after an error."""
     modules = {id(module): module for model in models for module in model.modules()}
-    saved, gradients = [_Saved(module) for module in modules.values()], torch.is_grad_enabled()
+    saved = [_Saved(module) for module in modules.values()]
     # Should one not be restored, the others are.
-    with generators_restored(), ExitStack() as stack:
+    with generators_restored(), ExitStack() as stack, blocks_ended():
         if (parameters := _PARAMETERS.get()) is not None:
             stack.callback(parameters.put_back)
         for item in saved:
             stack.callback(item.restore)
-        # A graph that fails where gradients are off leaves them off.
-        stack.callback(torch._C._set_grad_enabled, gradients)
         yield
 
 

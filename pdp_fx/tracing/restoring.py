@@ -1,10 +1,12 @@
 """Blocks of gradient modes and of autocast, which an error that leaves them must end, too.
 
 A graph is flat: one node enters a block, another restores what was before. Only the generated code has an
-error between the two restore it, so that a failed call leaves the caller's process as it was.
+error between the two restore it, so that a failed call leaves the caller's process as it was. Where a graph
+is run node by node, `blocks_ended` does so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,37 @@ _RESTORED_BY: dict[Any, tuple[Any, str]] = {
 """What restores the setting that a node has read or changed, given its value; and how code calls it."""
 
 
+_CASTING = ("cpu", "cuda")
+"""The types of devices whose settings of autocast are restored."""
+
+
+@contextmanager
+def blocks_ended() -> Generator[None, None, None]:
+    """Restore gradients and autocast at the end, as a graph leaves them that fails inside of their blocks."""
+    gradients, cache, depth = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), _open_casts()
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _CASTING]
+    try:
+        yield
+    finally:
+        torch._C._set_grad_enabled(gradients)
+        torch.set_autocast_cache_enabled(cache)
+        for kind, enabled, dtype in casts:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        left = _open_casts() - depth
+        for _ in range(left):
+            torch.autocast_decrement_nesting()
+        if left and not depth:
+            # As at the end of the last block: torch keeps the weights that it has cast till then.
+            torch.clear_autocast_cache()
+
+
+def _open_casts() -> int:
+    """How many blocks of autocast are open."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 class Span(NamedTuple):
     """A block that changes a setting, from one node to another.
 
@@ -37,8 +70,8 @@ class Span(NamedTuple):
 def changed_settings(graph: fx.Graph) -> list[Span]:
     """The blocks of a graph, those inside others first; each is beside or wholly inside another.
 
-    Those inside a block of their kind end, too: torch counts the blocks of autocast that are open, and forgets
-    the weights that it has cast when none is.
+    Those inside a block of their kind end, too: torch counts the open blocks of autocast, and forgets the
+    weights that it has cast when there are none.
     """
     found: list[Span] = []
     entered: list[fx.Node] = []

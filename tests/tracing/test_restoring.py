@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pdp_fx import Channels, PruneSpec, Schedule, Unstructured, convert, prepare, step
 from pdp_fx.trace import trace
 from tests.tracing.checks import exact, opaque
 
@@ -95,3 +96,32 @@ def test_blocks_compile_without_graph_breaks(model: nn.Module) -> None:
     assert "except BaseException" in gm.code
     compiled = torch.compile(gm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), gm(x))
+
+
+class OfOneSize(nn.Module):
+    """Takes images of one size only, which shows in a block of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.hidden, self.last = nn.Conv2d(3, 8, 1), nn.Linear(8 * 36, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).relu()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.hidden(x.flatten(1))
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                shift = x.float().view(x.shape[0], 2, 8).sum(1)
+        return self.last(torch.cat([shift, x[:, :8].float()], 1))
+
+
+@pytest.mark.parametrize("rule", [Channels(0.5), Unstructured(0.5)])
+def test_trials_on_other_sizes_leave_settings_as_they_were(rule: Channels | Unstructured) -> None:
+    x = torch.randn(2, 3, 6, 6)
+    prepared = prepare(OfOneSize(), PruneSpec(rule, schedule=Schedule(0, 1.0, length=2)), x)
+    prepared(x).sum().backward()
+    step(prepared)
+    masked = prepared.eval()(x)
+    torch.testing.assert_close(convert(prepared)(x), masked, rtol=0.02, atol=0.02)
+    assert open_blocks() == 0
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
