@@ -86,12 +86,13 @@ class _FlowInterpreter(Interpreter):
         Its operations do not show that the sizes of each depend on those of the others.
         """
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        first, *others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if function_of(node) is torch.meshgrid:
-            self.flow.freeze_all([first, *others], "they span a grid")
+            self.flow.freeze_all(given, "they span a grid")
             return
-        for other in others:
-            torch.eq(first, other)
+        # What happens in training only is given nothing here.
+        for other in given[1:]:
+            torch.eq(given[0], other)
 
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a node whose code may act differently on other inputs: freeze all labels that go in."""

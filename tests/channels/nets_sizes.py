@@ -503,6 +503,16 @@ class DrawsInTraining(TwoHeads):
         return self.last(normal.rsample() if self.training else normal.mean)
 
 
+class DrawsElsewhere(TwoHeads):
+    """The distribution is there in training only."""
+
+    def act(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        drawn = mean
+        if self.training:
+            drawn = torch.distributions.Normal(mean, deviation).rsample()
+        return self.last(drawn)
+
+
 class BroadTogether(TwoHeads):
     def act(self, mean: Tensor, deviation: Tensor) -> Tensor:
         mean, deviation = torch.broadcast_tensors(mean, deviation * 0.05)
@@ -570,6 +580,7 @@ SIZES = (
     Construct(HalvesByConstant, sequences(), removed=8),
     Construct(HalvesByBuffer, sequences(), reason="is told sizes or positions"),
     Construct(DrawsInTraining, vectors(), removed=8 + 4 + 4),
+    Construct(DrawsElsewhere, vectors(), removed=8 + 4),
     Construct(BroadTogether, vectors(), removed=8 + 4 + 4),
     Construct(SpansGrid, vectors(), removed=8, reason="span a grid"),
     Construct(NewOfSize, images(), removed=4 + 3),
