@@ -148,7 +148,7 @@ def _culprits(
     """The modules to keep whole because the graph of the model is not exact, with the reason.
 
     Raises:
-        TraceError: the model's own ``forward`` is to blame.
+        InexactError: the model's own ``forward`` is to blame, or a part that sets its mode in its own way.
     """
 
     def kept(paths: Iterable[str]) -> dict[Whole, str]:
@@ -167,7 +167,9 @@ def _culprits(
         return True
 
     found = culprits(model, exact_without)
-    if not found:
+    parts = [part for path in found for part in model.get_submodule(path).modules()]
+    # What a part does to itself when its mode is set, such as merging weights, no run undoes.
+    if not found or any(type(part).train is not nn.Module.train for part in parts):
         raise err
     return kept(found)
 

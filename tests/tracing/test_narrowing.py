@@ -116,3 +116,28 @@ def test_what_is_around_the_part_is_pruned(rule: Channels | Unstructured) -> Non
     torch.testing.assert_close(small(x), masked)
     if isinstance(rule, Channels):
         assert small.get_parameter("0.weight").shape == (8, 4)
+
+
+class Merges(nn.Linear):
+    """Adds its low ranks to its weight as it goes into eval mode, and takes them off again."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.left, self.right = nn.Parameter(torch.randn(4, 1)), nn.Parameter(torch.randn(1, 4))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> "Merges":
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * (self.left @ self.right)
+            self.merged = not mode
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight if self.merged else self.weight + self.left @ self.right
+        return F.linear(input, weight, self.bias)
+
+
+def test_a_part_that_changes_as_its_mode_is_set_is_refused() -> None:
+    with pytest.raises(TraceError, match="is not exact and was discarded"):
+        trace(Around(Merges()), torch.randn(3, 4))
