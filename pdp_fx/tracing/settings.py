@@ -61,7 +61,7 @@ class Question(NamedTuple):
         """
         given = list(tensors((example.args, example.kwargs)))
         if self.setting is Setting.FROZEN:
-            everything = dict(model.named_parameters())
+            everything = dict(model.named_parameters(remove_duplicate=False))
             return _turned([everything[self.parameter]] if self.parameter else everything.values())
         if self.setting is Setting.OF_INPUTS:
             return _turned(given)

@@ -199,6 +199,16 @@ def test_a_graph_insists_on_nothing_that_changes_nothing(way: str) -> None:
     assert torch.equal(gm.train()(x), model.train()(x))
 
 
+def test_a_tied_weight_is_asked_by_either_name() -> None:
+    model, x = GoesBy(lambda model, x, h: model.last.weight.requires_grad, 3.0), torch.randn(2, 4)
+    model.first, model.last = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.last.weight = model.first.weight
+    gm = exact(model, x)
+    model.first.weight.requires_grad_(False)
+    with pytest.raises(AssertionError, match="asks whether .*weight needs gradients"):
+        gm(x)
+
+
 def test_masks_leave_to_the_parameter_whether_it_is_trained() -> None:
     model, x = GoesBy(WAYS["last.weight needs"], 3.0), torch.randn(2, 4)
     spec = PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0, length=2))
