@@ -45,7 +45,7 @@ class Dtypes:
             step: the number of steps so far.
         """
         if dtype.is_floating_point or dtype.is_complex:
-            self._reads.append(_Read(id(user_frame()), dtype, value, step))
+            self._reads.append(_Read(id(_reading_frame()), dtype, value, step))
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
@@ -65,6 +65,14 @@ class Dtypes:
             if read.dtype is dtype and (read.frame in frames or read.step == step):
                 return read.value
         return None
+
+
+def _reading_frame() -> FrameType | None:
+    """The frame of the model's code that reads a dtype, be it by a property ``dtype`` of the model's own."""
+    frame = user_frame()
+    while frame is not None and frame.f_code.co_name in ("dtype", "<genexpr>"):
+        frame = user_frame(frame.f_back)
+    return frame
 
 
 def _naming_frame() -> FrameType | None:

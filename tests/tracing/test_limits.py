@@ -129,6 +129,31 @@ class ToldByModules(Limited):
         return super().forward(x + self.positions(x.shape[1], dtype=x.dtype))
 
 
+class OfItsOwn(Limited):
+    """Has a dtype, which is that of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first parameter."""
+        return next(parameter.dtype for parameter in self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = self.dtype
+        mask = torch.arange(x.shape[1]) % 2
+        return super().forward(x + (mask + 1).to(kind))
+
+
+def test_a_dtype_is_followed_from_a_property() -> None:
+    model, x = OfItsOwn(), torch.randn(3, 4)
+    gm = exact(model, x)
+    for dtype in (torch.float64, torch.bfloat16):
+        expected = copy.deepcopy(model).to(dtype)(x.to(dtype))
+        assert torch.equal(copy.deepcopy(gm).to(dtype)(x.to(dtype)), expected)
+
+
 def test_a_dtype_is_followed_through_calls_of_modules() -> None:
     model, x = ToldByModules(), torch.randn(3, 4)
     gm = exact(model, x)
