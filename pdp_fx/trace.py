@@ -161,8 +161,8 @@ def _culprits(
     def exact_without(paths: Paths) -> bool:
         try:
             _traced(model, example, Findings(lasting={**lasting, **kept(paths)}), None)
-        except Exception as err:  # noqa: BLE001 whatever it is, others have to be kept whole
-            _log.info("not exact with %s whole: %s", sorted(paths), err)
+        except Exception as other:  # noqa: BLE001 whatever it is, others have to be kept whole
+            _log.info("not exact with %s whole: %s", sorted(paths), other)
             return False
         return True
 

@@ -41,9 +41,9 @@ class MixedModesError(InexactError):
 def turn(model: nn.Module, path: str) -> None:
     """Put a part of a model, or of its graph module, into the other mode."""
     part = model.get_submodule(path)
+    mode = not part.training
     for module in part.modules():
-        module.training = not part.training if module is not part else module.training
-    part.training = not part.training
+        module.training = mode
 
 
 @contextmanager
