@@ -89,18 +89,18 @@ def _carriers(ctx: Context, group: ChannelGroup, slots: list[Slot]) -> list[fx.N
     return [nodes[slot.tensor] for slot in group.members if slot in masked]
 
 
-def _varied(norms: list[_Norm], group: ChannelGroup) -> tuple[tuple[int, ...], ...]:
+def _halves(variances: list[_Norm], group: ChannelGroup) -> tuple[tuple[int, ...], ...]:
     """Sets of channels of a group of each of which one must stay, for variances over some of its channels.
 
     Of a variance over some it is two sets, so that it is over two channels at least. One over all channels of
     the group is counted in another way (`MaskSite.least`).
     """
     halves: list[tuple[int, ...]] = []
-    for norm in norms:
+    for norm in variances:
         places = np.flatnonzero(np.isin(group.classes, norm.classes))
         found, counts = np.unique(norm.classes, return_counts=True)
         alone = counts[np.isin(found, group.classes)].min() == 1
-        if function_of(norm.node) in VARIANCES and alone and 1 < len(places) < group.width:
+        if alone and 1 < len(places) < group.width:
             halves += [tuple(half.tolist()) for half in np.array_split(places, 2)]
     return tuple(halves)
 
@@ -120,7 +120,7 @@ def _mask_group(
     names = tuple(slot.tensor for slot in group.producers)
     found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
     block = _block(found, group)
-    varied = any(function_of(norm.node) in VARIANCES for norm in norms)
+    variances = [norm for norm in norms if function_of(norm.node) in VARIANCES]
     site = MaskSite(
         names,
         rule,
@@ -128,10 +128,10 @@ def _mask_group(
         tuple(gm.get_parameter(name) for name in names),
         tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
         group.width,
-        (*group.parts, *_varied(norms, group)),
+        (*group.parts, *_halves(variances, group)),
         block=block,
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
-        least=-(-2 // block) if varied else 1,
+        least=-(-2 // block) if variances else 1,
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     mask.copies = not ctx.get(Sites).trained.isdisjoint(names)

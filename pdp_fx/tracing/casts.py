@@ -20,20 +20,17 @@ import functools
 import inspect
 import math
 import operator
-import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.tracing.reads import counted
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries, namespaces, replaced
+from pdp_fx.tracing.replacing import entries, replaced, wherever_named
 from pdp_fx.tracing.sizes import Live, Session, live, note_fixed, plain, value_of
 from pdp_fx.tracing.steps import Expr
 
@@ -86,32 +83,15 @@ def casting(recorder: Recorder) -> Generator[None, None, None]:
     known = (recorder.findings.casts or {}).items()
     casts = [(names, name, _CASTS[name]) for (_, name), names in known if name not in names]
     alive = {function: _alive(function, recorder.session) for function in _FUNCTIONS} | {math.prod: _product}
-    functions = [
-        (names, name, alive[value])
-        for names in _globals_of(recorder.model)
-        for name, value in names.items()
-        if isinstance(value, BuiltinFunctionType) and value in alive
-    ]
     limits = _stand_in(torch.finfo, _limits_of(recorder))
-    asked = [
-        (names, name, limits)
-        for names in (torch.__dict__, *namespaces(map(type, recorder.model.modules())))
-        for name, value in names.items()
-        if value is torch.finfo
-    ]
+    kinds, homes = map(type, recorder.model.modules()), (math.__dict__, builtins.__dict__, torch.__dict__)
+    functions = wherever_named([*alive.items(), (torch.finfo, limits)], kinds, *homes)
     with ExitStack() as stack:
-        stack.enter_context(entries([*casts, *functions, *asked]))
+        stack.enter_context(entries([*casts, *functions]))
         stack.enter_context(replaced(builtins, "range", _stand_in(range, _checked_range(recorder))))
         for name in _NUMPY:
             stack.enter_context(replaced(np, name, _fixing(getattr(np, name), recorder.session)))
         yield
-
-
-def _globals_of(model: nn.Module) -> list[dict[str, Any]]:
-    """What `math`, Python itself and the files that define the model's classes have by name."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    homes = {"math", "builtins", *(kind.__module__ for kind in kinds)} & sys.modules.keys()
-    return [vars(sys.modules[home]) for home in sorted(homes)]
 
 
 def _fixing(function: Callable[..., Any], session: Session) -> Callable[..., Any]:

@@ -7,13 +7,13 @@ is recorded without, and what draws is kept whole.
 """
 
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries, namespaces
+from pdp_fx.tracing.replacing import entries, wherever_named
 from pdp_fx.tracing.source import is_users
 
 DRAWS = (
@@ -30,15 +30,11 @@ def following_numbers(recorder: Recorder) -> Generator[None, None, None]:
         yield
 
 
-def _replacements(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, object]]:
+def _replacements(recorder: Recorder) -> list[tuple[dict[str, Any], str, object]]:
     """Where the functions are looked up: in their Python modules, and in those of the model's classes."""
-    users = namespaces(map(type, recorder.model.modules()))
-    for draw in DRAWS:
-        function = draw.function
-        recording = _recording(recorder, draw, function)
-        for names in (vars(sys.modules[draw.home]), *users):
-            found = [name for name, value in names.items() if value is function]
-            yield from ((names, name, recording) for name in found)
+    recording = [(draw.function, _recording(recorder, draw, draw.function)) for draw in DRAWS]
+    homes = (vars(sys.modules[home]) for home in {draw.home for draw in DRAWS})
+    return wherever_named(recording, map(type, recorder.model.modules()), *homes)
 
 
 def _recording(recorder: Recorder, draw: DrawNumber, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,8 +51,9 @@ class Dtypes:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
         wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
         wanted = {dtype for dtype in wanted if any(read.dtype is dtype for read in self._reads)}
-        frame = user_frame() if wanted else None
-        named = _naming_frame() if wanted else None
+        if not wanted:
+            return {}
+        frame, named = user_frame(), _naming_frame()
         if named is None and not _names_a_dtype(frame):
             return {}
         frames = {id(frame), id(user_frame(named))}

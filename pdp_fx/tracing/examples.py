@@ -135,12 +135,12 @@ class ExampleCall:
         for call, plain in self._longer():
             for size, *more in _together(sizes):
                 if more:
-                    yield from _if_small(lambda: reduce(ExampleCall._spread_apart, [size, *more], call))  # noqa: B023
+                    yield from _if_small(reduce, ExampleCall._spread_apart, [size, *more], call)
                     continue
                 one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
                 ways = [(another, one), (one, one)]
                 for other, width in [*ways, (3 * size, 2 * size)] if larger and size <= SMALL else ways:
-                    yield from _if_small(lambda: call._spread(size, other, width))  # noqa: B023
+                    yield from _if_small(call._spread, size, other, width)
             if not plain or self.batch > 1 or single:
                 yield call
 
@@ -158,7 +158,7 @@ class ExampleCall:
             for sizes in _together(self.sizes()):
                 pairs = zip(sizes, others[::2], others[1::2], strict=False)
                 spread = lambda made, pair: made._spread(pair[0], pair[2], pair[1])  # noqa: E731
-                yield from _if_small(lambda: reduce(spread, pairs, call))  # noqa: B023 called at once
+                yield from _if_small(reduce, spread, pairs, call)
             if not plain:
                 yield call
 
@@ -229,10 +229,10 @@ class _TooLargeError(Exception):
     """A made-up example would have a tensor that becomes larger than `ROOM`."""
 
 
-def _if_small(make: Callable[[], ExampleCall]) -> Iterator[ExampleCall]:
+def _if_small(make: Callable[..., ExampleCall], *args: Any) -> Iterator[ExampleCall]:
     """A made-up example, if there is room for it: several short axes of one size may become long at once."""
     try:
-        made = make()
+        made = make(*args)
     except _TooLargeError:
         return
     yield made

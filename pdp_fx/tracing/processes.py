@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from pdp_fx.tracing.replacing import entries, namespaces
-from pdp_fx.tracing.settings import hold, is_users_question
+from pdp_fx.tracing.replacing import entries, wherever_named
+from pdp_fx.tracing.settings import hold_call, is_users_question
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
@@ -33,17 +33,10 @@ def noting_processes(recorder: Recorder) -> Generator[None, None, None]:
     if not distributed.is_available():
         yield
         return
-    asking = {getattr(distributed, name): what for name, what in _ASKING.items()}
     alone = not distributed.is_initialized()
-    noting = {function: _asked(recorder, function, what, alone) for function, what in asking.items()}
-    functions = {id(function): function for function in noting}
-    values = [
-        (names, name, noting[functions[id(value)]])
-        for names in (distributed.__dict__, *namespaces(map(type, recorder.model.modules())))
-        for name, value in names.items()
-        if id(value) in functions
-    ]
-    with entries(values):
+    asking = [(getattr(distributed, name), what) for name, what in _ASKING.items()]
+    noting = [(function, _asked(recorder, function, what, alone)) for function, what in asking]
+    with entries(wherever_named(noting, map(type, recorder.model.modules()), distributed.__dict__)):
         yield
 
 
@@ -52,9 +45,7 @@ def _asked(recorder: Recorder, function: Callable[..., Any], what: str, alone: b
         result = function(*args, **kwargs)
         asked = not recorder.inside and is_users_question() and not args and not kwargs
         if asked and (recorder.model.training or alone):
-            step = recorder.step("call_function", function, (), {})
-            recorder.steps.append(step)
-            hold(recorder, step, result, what)
+            hold_call(recorder, function, (), result, what)
         return result
 
     return answer

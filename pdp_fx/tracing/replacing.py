@@ -46,6 +46,25 @@ def entries(values: Iterable[tuple[dict[str, Any], str, object]]) -> Generator[N
                 held[key] = value
 
 
+def wherever_named(
+    replacements: Iterable[tuple[object, object]], kinds: Iterable[type], *homes: dict[str, Any]
+) -> list[tuple[dict[str, Any], str, object]]:
+    """What to give `entries` so that objects are replaced by others under all names by which code knows them.
+
+    Args:
+        replacements: objects, such as functions, each with what takes its place.
+        kinds: classes whose code may have imported them.
+        homes: the global names of the Python modules that define them.
+    """
+    pairs = {id(old): (old, new) for old, new in replacements}
+    return [
+        (names, name, pairs[id(value)][1])
+        for names in (*homes, *namespaces(kinds))
+        for name, value in names.items()
+        if id(value) in pairs
+    ]
+
+
 def namespaces(kinds: Iterable[type]) -> list[dict[str, Any]]:
     """The global names of the code of these classes and of those that they are derived from."""
     homes = {base.__module__ for kind in kinds for base in kind.__mro__}

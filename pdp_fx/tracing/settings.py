@@ -11,14 +11,13 @@ import enum
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import attention
 
-from pdp_fx.tracing.replacing import entries, namespaces
+from pdp_fx.tracing.replacing import entries, wherever_named
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.source import is_ours, is_users, source_line
 from pdp_fx.tracing.steps import Attribute, Expr, InexactError, Value, is_input
@@ -127,15 +126,9 @@ _ASKING = {
 @contextmanager
 def noting_settings(recorder: Recorder) -> Generator[None, None, None]:
     """Note what the model asks about settings, by functions that it looks up in torch or has imported."""
-    asking = {getattr(torch, name): setting for name, setting in _ASKING.items()}
-    noting = {function: _asked(recorder, function, setting) for function, setting in asking.items()}
-    homes = (torch.__dict__, *namespaces(map(type, recorder.model.modules())))
-    values = [
-        (names, name, noting[value])
-        for names in homes
-        for name, value in names.items()
-        if isinstance(value, BuiltinFunctionType) and value in noting
-    ]
+    asking = [(getattr(torch, name), setting) for name, setting in _ASKING.items()]
+    noting = [(function, _asked(recorder, function, setting)) for function, setting in asking]
+    values = wherever_named(noting, map(type, recorder.model.modules()), torch.__dict__)
     with entries([*values, (attention.__dict__, _CHOOSES_KERNEL, _refused(recorder))]):
         yield
 
@@ -194,6 +187,15 @@ def hold(recorder: Recorder, value: Value, answer: object, what: str) -> None:
     recorder.steps.append(check_step([(value, answer)], message, recorder.scope, ""))
 
 
+def hold_call(
+    recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...], answer: object, what: str
+) -> None:
+    """The same for a question that is a call, which the graph repeats here."""
+    step = recorder.step("call_function", function, args, {})
+    recorder.steps.append(step)
+    hold(recorder, step, answer, what)
+
+
 def is_users_question() -> bool:
     """Whether the model's own code calls what asks this, and not torch."""
     frame = sys._getframe()
@@ -210,9 +212,7 @@ def _asked(recorder: Recorder, function: Callable[..., Any], setting: Setting) -
         findings = recorder.findings
         findings.asks[Question(setting)] = source_line()
         if setting in findings.holds and (recorder.model.training or setting is not Setting.NO_GRADIENTS):
-            step = recorder.step("call_function", function, args, {})
-            recorder.steps.append(step)
-            hold(recorder, step, result, _HELD[setting])
+            hold_call(recorder, function, args, result, _HELD[setting])
         return True if setting is Setting.AUTOCAST and findings.as_if_cast else result
 
     return answer

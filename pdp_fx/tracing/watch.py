@@ -28,6 +28,7 @@ _REGULAR_CUSTOM = frozenset(
 )
 
 _ALIASING = frozenset((torch.ops.aten.alias.default, torch.ops.aten.detach.default))
+"""Operations that give another object of a tensor, with its gradient or without."""
 
 _UPDATING = frozenset("native_batch_norm cudnn_batch_norm miopen_batch_norm".split())
 """Operations that, told to train, write to their running statistics without saying so."""
