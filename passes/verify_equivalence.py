@@ -38,7 +38,8 @@ class Reference:
     Attributes:
         outputs: all outputs that are tensors or numbers.
         tolerance: the largest difference allowed, relative to the scale of the output.
-        labels: whether outputs of whole numbers, such as predicted labels, must be equal.
+        labels: whether outputs of whole numbers, such as predicted labels, must be equal; not once those of a
+            copy in float64 were.
         others: inputs of other sizes, how they differ from the example, and the outputs on them.
     """
 
