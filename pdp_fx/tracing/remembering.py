@@ -59,11 +59,18 @@ def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: 
         training: the mode of these calls.
         trains: the mode of the first.
     """
-    for first in (*example.others(), example):
-        calls = again(first, trains)
-        wanted, got = (_later(which, example, calls, training, model) for which in (model, gm))
-        if wanted is not None and got is not None:
-            return not wanted.difference(got)
+    for other in (*example.others(), example):
+        compared = False
+        # What is kept of the smaller call may limit the larger one.
+        for first, later in ((other, example), (example, other)):
+            calls = again(first, trains)
+            wanted, got = (_later(which, later, calls, training, model) for which in (model, gm))
+            if wanted is not None and got is not None:
+                compared = True
+                if wanted.difference(got):
+                    return False
+        if compared:
+            return True
     return False
 
 

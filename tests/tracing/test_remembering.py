@@ -65,9 +65,9 @@ class Starts(nn.Module):
 class Measures(nn.Module):
     """Learns in eval mode how many rows there may be, and drops the others in training."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 3) -> None:
         super().__init__()
-        self.capacity = 3
+        self.capacity = capacity
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -103,6 +103,11 @@ def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, na
     model, first, second = Around(inner), torch.randn(3, 4), torch.randn(5, 4)
     gm = exact(model, first, second)
     assert opaque(gm) == {"inner": f"keeps {names} for its next call, outside its buffers"}
+
+
+def test_what_a_small_call_keeps_may_limit_a_larger_one() -> None:
+    gm = exact(Around(Measures(9)), torch.randn(2, 4), torch.randn(5, 4))
+    assert list(opaque(gm)) == ["inner"]
 
 
 @pytest.mark.parametrize(
