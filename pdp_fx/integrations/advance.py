@@ -4,20 +4,21 @@ from torch import nn
 
 import pdp_fx
 from pdp_fx.errors import StateError
-from pdp_fx.pruner import find
+from pdp_fx.pruner import find_all
 from pdp_fx.schedule import Unit
 
 
 def advance(model: nn.Module, unit: Unit) -> None:
-    """Call `pdp_fx.step` if the schedule of the prepared model inside `model` counts in units of `unit`.
+    """Call `pdp_fx.step` for the prepared models inside `model` whose schedules count in units of `unit`.
 
     Raises:
         StateError: nothing in `model` is prepared.
     """
-    found = find(model)
-    if found is None:
+    found = find_all(model)
+    if not found:
         raise StateError(
             "the model in training holds no prepared model; prepare it before the trainer gets it"
         )
-    if found[1].spec.schedule.per == unit:
-        pdp_fx.step(model)
+    for gm, pruner in found:
+        if pruner.spec.schedule.per == unit:
+            pdp_fx.step(gm)

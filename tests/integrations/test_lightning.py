@@ -53,6 +53,23 @@ def classifier(per: Unit, start: int = 1, epsilon: float = 0.25) -> Classifier:
     return Classifier(pdp_fx.prepare(Net(), spec, batch()[0]))
 
 
+class Two(LightningModule):
+    """A module of a user with two prepared models, which count in different units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = classifier("epoch").net, classifier("step", start=2).net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Classify by both."""
+        images, labels = batch
+        return functional.cross_entropy(self.first(images) + self.last(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
 def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*batch(size=32)), batch_size=8)
 
@@ -166,3 +183,12 @@ def test_averages_of_the_schedule_are_refused_before_the_training(tmp_path: Path
     callbacks = [PruningCallback(), averaging.EMAWeightAveraging(decay=0.5)]
     with pytest.raises(StateError, match=r"write EMAWeightAveraging\(\.\.\., use_buffers=False\)"):
         trainer(tmp_path, 2, callbacks=callbacks).fit(classifier("step"), loader())
+
+
+def test_the_callback_steps_each_prepared_model(tmp_path: Path) -> None:
+    model = Two()
+    trainer(tmp_path, 2, callbacks=[PruningCallback()], enable_checkpointing=False).fit(model, loader())
+    assert [net.get_submodule("pdp").get_buffer("counter").item() for net in (model.first, model.last)] == [
+        2,
+        8,
+    ]
