@@ -356,6 +356,26 @@ def test_a_model_that_writes_to_its_weights_is_left_as_it_was_and_goes_on_writin
     torch.testing.assert_close(converted(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)
 
 
+class NeedsGradients(nn.Module):
+    """Has a loss of zero need gradients in training, as that of a VQ-VAE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 8)
+        self.register_buffer("none", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self.get_buffer("none")
+        return self.fc(x), loss.requires_grad_() if self.training else loss
+
+
+def test_a_buffer_that_needs_gradients_in_training_is_left_as_it_was() -> None:
+    model, x = NeedsGradients(), torch.randn(3, 4)
+    prepared = pdp_fx.prepare(model, at_once(Unstructured(0.5)), x)
+    assert not model.get_buffer("none").requires_grad
+    assert [tensor.requires_grad for tensor in prepared(x)] == [True, True]
+
+
 class Follows(nn.Module):
     """A teacher that follows its student while training."""
 

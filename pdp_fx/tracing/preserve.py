@@ -122,9 +122,9 @@ class _Saved:
             (buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None
         ]
         self.gradients = [
-            (parameter, parameter.requires_grad)
-            for parameter in module._parameters.values()
-            if parameter is not None
+            (tensor, tensor.requires_grad)
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None and tensor.is_leaf
         ]
 
     def restore(self) -> None:
@@ -146,9 +146,9 @@ class _Saved:
             for name in filled:
                 self.empty[name].clear()
         _put_back(self.buffers)
-        for parameter, wanted in self.gradients:
-            if parameter.requires_grad != wanted:
-                parameter.requires_grad_(wanted)
+        for tensor, wanted in self.gradients:
+            if tensor.requires_grad != wanted and tensor.is_leaf:
+                tensor.requires_grad_(wanted)
 
     def _is_other(self, name: str) -> bool:
         return vars(self.module).get(name) is not self.attributes.get(name)
