@@ -235,7 +235,7 @@ def _is_of_torch(function: Any) -> bool:
 
 def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) -> None:
     """Follow sizes of labelled axes through arithmetic, and note which enter a computation of tensors."""
-    carried = [entry for source in node.all_input_nodes for entry in flow.record.taint.get(source.name, [])]
+    carried = _carried(node, flow)
     leaves = tree_leaves(result)
     if _is_constant_number(node, result):
         flow.record.numbers[node.name] = int(result)
@@ -249,6 +249,18 @@ def _follow_numbers(node: fx.Node, flow: LabelFlow, result: Any, resized: bool) 
         found = _numbers_of(node, flow, carried)
         if found:
             flow.record.taint[node.name] = found
+
+
+def _carried(node: fx.Node, flow: LabelFlow) -> list[Tainted]:
+    """The numbers of channels that a node computes with; the second size of a grid is of no account to it."""
+    given, told = list(node.all_input_nodes), flow.record.taint
+    if node.target is not functional.affine_grid:
+        return [entry for source in given for entry in told.get(source.name, [])]
+    size: Any = node.args[1] if len(node.args) > 1 else node.kwargs["size"]
+    if isinstance(size, fx.Node):
+        return [entry for entry in told.get(size.name, []) if entry[0] != 1]
+    sizes = [each for place, each in enumerate(size) if place != 1 and isinstance(each, fx.Node)]
+    return [entry for each in sizes for entry in told.get(each.name, [])]
 
 
 def _is_constant_number(node: fx.Node, result: Any) -> bool:

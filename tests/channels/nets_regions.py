@@ -29,6 +29,37 @@ class SampledOnGrid(nn.Module):
         return self.out(F.grid_sample(self.conv(x).relu(), grid, align_corners=False))
 
 
+class SpatialTransformer(nn.Module):
+    """Images are turned as the layers before say; only the images' sizes are told to the grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.turn, self.out = conv_bn(3, 8), nn.Linear(8, 6), nn.Conv2d(8, 4, 1)
+
+    def sizes(self, x: Tensor) -> Any:
+        return x.size()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).relu()
+        turn = self.turn(x.mean((2, 3))).view(-1, 2, 3)
+        return self.out(F.grid_sample(x, F.affine_grid(turn, self.sizes(x), False), align_corners=False))
+
+
+class SpatialTransformerToldEach(SpatialTransformer):
+    """The sizes are told one by one."""
+
+    def sizes(self, x: Tensor) -> Any:
+        batch, channels, height, width = x.shape
+        return [batch, channels, height - 1, width]
+
+
+class SpatialTransformerOfChannels(SpatialTransformer):
+    """The grid is as high as there are channels, which therefore stay."""
+
+    def sizes(self, x: Tensor) -> Any:
+        return (x.shape[0], 1, x.shape[1], x.shape[3])
+
+
 class RegionsAligned(nn.Module):
     """Regions of one image are pooled to one size."""
 
@@ -183,6 +214,9 @@ class ChosenByMethod(nn.Module):
 
 REGIONS = (
     Construct(SampledOnGrid, images(), removed=4, reason="choose places"),
+    Construct(SpatialTransformer, images(), removed=4),
+    Construct(SpatialTransformerToldEach, images(), removed=4),
+    Construct(SpatialTransformerOfChannels, images(), removed=0, reason="affine_grid computes with how many"),
     Construct(Deformable, images(), removed=8, reason="choose places"),
     Construct(DeformableInGroups, images(), removed=4, reason="has groups of these channels"),
     Construct(DeformableAttention, sequences(), removed=4 + 8 + 4),
@@ -198,6 +232,6 @@ REGIONS = (
         ChosenByMethod,
         images(),
         removed=4 + 3,
-        reason="%pick (nets_regions.py:170): pick decides by its data what it does",
+        reason="%pick (nets_regions.py:201): pick decides by its data what it does",
     ),
 )
