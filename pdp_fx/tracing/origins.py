@@ -83,6 +83,8 @@ class Origins:
                 if self.known(source) is not None:
                     self._values[tensor] = self._another(source, detached)
                     return self._values[tensor]
+            if self._watch.is_empty(tensor):
+                return self.constant(tensor)
             raise UnrecordableError("uses a tensor made by code that torch functions do not show")
         self.unseen.append(tensor)
         return self.constant(tensor)

@@ -59,6 +59,7 @@ class Watch(TorchDispatchMode):
         self.touched: set[int] = set()
         self._ragged = WeakTensorKeyDictionary()
         self._watched = False
+        self._empty = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         self._generators = other_generators()
         self._weights = {storage_of(parameter) for parameter in model.parameters()}
@@ -97,6 +98,10 @@ class Watch(TorchDispatchMode):
             grows = source.requires_grad and not detached
             if source is not tensor and tensor.requires_grad == grows and _lies_as(tensor, source):
                 yield source, detached
+
+    def is_empty(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made without numbers whatever the model is given, as by ``torch.Tensor()``."""
+        return tensor in self._empty
 
     def makes_ragged(self, tensor: torch.Tensor) -> bool:
         """Whether the size of a tensor may follow from one that depends on numbers.
@@ -146,6 +151,8 @@ class Watch(TorchDispatchMode):
         mine = {storage_of(tensor) for tensor in flat_tensors((args, kwargs))}
         if func in _ALIASING and not self._watched:
             self._aliases.setdefault(storage_of(args[0]), []).append((func, args[0]))
+        if func is torch.ops.aten.empty.memory_format and tuple(args[0]) == (0,):
+            self._empty[result] = True
         self.touched |= mine
         self.read_weights = self.read_weights or not mine.isdisjoint(self._weights)
         for tensor in flat_tensors(result):
