@@ -33,6 +33,7 @@ from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.modes import asks_mode
+from pdp_fx.tracing.module import in_double
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.verify import run, tried
@@ -141,7 +142,7 @@ def _proved_by_twin(gm: fx.GraphModule, dtype: torch.dtype, on_pass: OnPass | No
     """
     loose = max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
     try:
-        twin = _copy(gm).double()
+        twin = in_double(_copy(gm))
         _proved_in_double(twin, None)
     except VerifyError:
         raise

@@ -18,6 +18,7 @@ from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
 from pdp_fx.tracing.restoring import changed_settings, restored_on_errors
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 from pdp_fx.tracing.shells import keep_state, shell_of
+from pdp_fx.tracing.writer import CONSTANT
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 _OWN = {"always_eval", *dir(fx.GraphModule(nn.Module(), fx.Graph()))}.difference(dir(nn.Module()))
@@ -64,6 +65,16 @@ class TracedModule(fx.GraphModule):
                 modules[path].training = False
         return self
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Move or cast all tensors, but cast none that the model holds otherwise than in buffers."""
+        constants = {name: tensor for name, tensor in self._buffers.items() if name.startswith(CONSTANT)}
+        super()._apply(fn, recurse)
+        for name, tensor in constants.items():
+            moved = self._buffers[name]
+            if tensor is not None and moved is not None and moved.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(moved.device)
+        return self
+
     def recompile(self) -> PythonCode:
         """Generate the code of the graph.
 
@@ -92,6 +103,11 @@ class TracedModule(fx.GraphModule):
     def __reduce__(self) -> tuple[Any, ...]:
         state = {key: value for key, value in vars(self).items() if key != "_graph"}
         return _restore, (type(self).__name__, state, graph_to_text(self.graph))
+
+
+def in_double(gm: fx.GraphModule) -> fx.GraphModule:
+    """Cast all floating-point tensors of ``gm`` to float64, those too that the model would not cast."""
+    return fx.GraphModule._apply(gm, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def _restore(class_name: str, state: dict[str, Any], text: GraphText) -> TracedModule:

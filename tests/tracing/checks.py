@@ -32,6 +32,13 @@ def call(model: Callable[..., Any], example: Example) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
+def under(dtype: torch.dtype, call: Callable[..., Any], x: Tensor) -> Tensor:
+    """What a call gives under autocast to a dtype."""
+    with torch.autocast("cpu", dtype):
+        result: Tensor = call(x)
+    return result
+
+
 def outcome(model: nn.Module, example: Example, training: bool) -> tuple[Any, list[Tensor]]:
     """What a run gives: the output; and its tensors, the buffers, the gradients and the generator's state."""
     with unwritten(model), preserved(model):

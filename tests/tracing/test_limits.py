@@ -5,12 +5,13 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, finfo, nn
 
 from pdp_fx import Channels, PruneSpec, prepare
-from tests.tracing.checks import exact
+from tests.tracing.checks import exact, under
 
 
 class Limited(nn.Module):
@@ -76,12 +77,6 @@ def fixed(x: Tensor) -> Tensor:
 
 
 LIMITS = (masks, divides, told, filled, unpacked, chosen, of_torch, sized, fixed)
-
-
-def under(dtype: torch.dtype, call: Callable[..., Any], x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype):
-        result: Tensor = call(x)
-    return result
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -163,3 +158,24 @@ def test_a_dtype_is_followed_through_calls_of_modules() -> None:
         assert found.dtype == dtype
         if dtype is torch.float64:
             torch.testing.assert_close(found, expected)
+
+
+class Weighs(nn.Module):
+    """Weighs by numbers that are no buffers, in float32 whatever the model is cast to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.places, self.others = nn.Linear(4, 4), torch.arange(4.0) + 1000.5, np.ones(4) / 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * self.places + torch.from_numpy(self.others.astype("float32"))
+
+
+def test_tensors_that_are_no_buffers_are_not_cast() -> None:
+    torch.manual_seed(0)
+    model, x = Weighs(), torch.randn(3, 4)
+    gm = exact(model, x, torch.randn(5, 4))
+    for dtype in (torch.bfloat16, torch.float64):
+        found, expected = (copy.deepcopy(net).to(dtype)(x.to(dtype)) for net in (gm, model))
+        assert torch.equal(found, expected)
