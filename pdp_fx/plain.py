@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.fx.node import _get_qualified_name, map_aggregate
 
 from pdp_fx.naming import free_name
+from pdp_fx.ops.data import data_of
 from pdp_fx.tracing.modes import called_modules
 from pdp_fx.tracing.objects import Apply, Bound, Build, DrawNumber, Fill, Held, MethodOf, join_methods
 
@@ -70,6 +71,8 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node, places: Mapping[str, str])
         with node.graph.inserting_before(node):
             owner = node.graph.get_attr(places.get(called.path, called.path))
         node.op, node.target, node.args = "call_method", called.method, (owner, *node.args)
+    elif node.target is data_of:
+        node.op, node.target = "call_method", "detach"
     elif node.op == "get_attr":
         node.target = places.get(str(node.target), node.target)
 

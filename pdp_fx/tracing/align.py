@@ -65,11 +65,17 @@ class Alignment:
         return (start.path,)
 
     def asked_together(self) -> set[tuple[str, ...]]:
-        """The modules whose flags the same module reads, where they are more than one."""
-        paths = {*self.in_eval.flags, *self.in_train.flags}
-        flags = (self.in_eval.flags.get(path, _NONE) | self.in_train.flags.get(path, _NONE) for path in paths)
-        owners = (tuple(sorted({owner for owner, _ in each})) for each in flags)
-        return {together for together in owners if len(together) > 1}
+        """The modules whose flags a module reads, or is told in a call, where they are more than one."""
+        read = dict[str, set[str]]()
+        for recording in (self.in_eval, self.in_train):
+            for path, flags in recording.flags.items():
+                read.setdefault(path, set()).update(owner for owner, _ in flags)
+        together = set(map(frozenset, read.values()))
+        for scope, told in self.in_train.scopes.items():
+            caller = scope.parent
+            if scope.path in read and caller is not None and told != self.in_eval.scopes.get(scope, told):
+                together.add(frozenset({*read[scope.path], *self.flags_in(caller)}))
+        return {tuple(sorted(owners)) for owners in together if len(owners) > 1}
 
     def decides(self, pair: Pair) -> Scope:
         """The innermost call of a module that happens in both modes and has the pair's steps in it."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.arguments import leaves
-from pdp_fx.tracing.leaves import is_whole
+from pdp_fx.tracing.leaves import has_backward_hooks, is_whole
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step, structure_of
 from pdp_fx.tracing.steps import (
@@ -46,7 +46,9 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
             step = recorder.step("call_module", path, args, kwargs)
             step.reason = recorder.findings.opaque.get(whole, "")
             return _whole(recorder, step, call, (module, *args), kwargs)
-    with recorder.entered(path, module):
+    if has_backward_hooks(module):
+        raise UnrecordableError("has hooks that are called with its gradients", whole)
+    with recorder.entered(path, module, (*args, *kwargs.values())):
         return call(module, *args, **kwargs)
 
 

@@ -45,7 +45,7 @@ class Dtypes:
             step: the number of steps so far.
         """
         if dtype.is_floating_point or dtype.is_complex:
-            self._reads.append(_Read(id(_reading_frame()), dtype, value, step))
+            self._reads.append(_Read(id(reading_frame()), dtype, value, step))
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
@@ -68,10 +68,10 @@ class Dtypes:
         return None
 
 
-def _reading_frame() -> FrameType | None:
-    """The frame of the model's code that reads a dtype, be it by a property ``dtype`` of the model's own."""
+def reading_frame() -> FrameType | None:
+    """The frame of the model's code that reads a dtype or device, be it by a property of the model's own."""
     frame = user_frame()
-    while frame is not None and frame.f_code.co_name in ("dtype", "<genexpr>"):
+    while frame is not None and frame.f_code.co_name in ("dtype", "device", "<genexpr>"):
         frame = user_frame(frame.f_back)
     return frame
 
@@ -124,28 +124,35 @@ def _arguments(located: Located | None) -> list[ast.expr]:
 def _names_a_dtype(frame: FrameType | None) -> bool:
     """Whether an argument of the call that a frame makes is some tensor's dtype."""
     located = None if frame is None else expression_at(frame)
-    return located is not None and any(_is_dtype(argument, located) for argument in _arguments(located))
+    arguments = _arguments(located)
+    return located is not None and any(is_read(argument, located, "dtype") for argument in arguments)
 
 
-def _is_dtype(expression: ast.expr, located: Located) -> bool:
+def is_read(expression: ast.expr, located: Located, name: str) -> bool:
+    """Whether an expression is an attribute of a tensor, or a variable that is assigned one.
+
+    Args:
+        expression: the expression.
+        located: an expression of the same function.
+        name: the attribute, such as ``dtype``.
+    """
     if not isinstance(expression, ast.Name):
-        return _reads_dtype(expression)
-    around = (parent for parent in reversed(located.parents) if isinstance(parent, ast.FunctionDef))
-    function = next(around, None)
+        return _reads(expression, name)
+    function = located.function
     assigned = (
         value
         for node in (ast.walk(function) if function is not None else ())
         for target, whole in _assignments(node)
         for value in _assigned_to(expression.id, target, whole)
     )
-    return any(map(_reads_dtype, assigned))
+    return any(_reads(value, name) for value in assigned)
 
 
-def _reads_dtype(expression: ast.expr) -> bool:
-    """Whether an expression is an attribute `dtype`, at least one way."""
+def _reads(expression: ast.expr, name: str) -> bool:
+    """Whether an expression is an attribute of this name, at least one way."""
     if isinstance(expression, ast.IfExp):
-        return _reads_dtype(expression.body) or _reads_dtype(expression.orelse)
-    return isinstance(expression, ast.Attribute) and expression.attr == "dtype"
+        return _reads(expression.body, name) or _reads(expression.orelse, name)
+    return isinstance(expression, ast.Attribute) and expression.attr == name
 
 
 def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
@@ -167,3 +174,25 @@ def _assigned_to(name: str, target: ast.expr, value: ast.expr) -> list[ast.expr]
         return []
     pairs = zip(target.elts, value.elts, strict=True)
     return [found for one, given in pairs for found in _assigned_to(name, one, given)]
+
+
+def names_given(located: Located) -> frozenset[str]:
+    """The variables that an expression is assigned to, at least one way."""
+    statement = next((parent for parent in reversed(located.parents) if not isinstance(parent, _OPEN)), None)
+    return frozenset(
+        name.id
+        for target, whole in (() if statement is None else _assignments(statement))
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+        and any(_is_way(located.node, value) for value in _assigned_to(name.id, target, whole))
+    )
+
+
+_OPEN = ast.Tuple | ast.List | ast.IfExp
+
+
+def _is_way(node: ast.AST, value: ast.expr) -> bool:
+    """Whether an expression is another, or one that this chooses."""
+    if isinstance(value, ast.IfExp):
+        return _is_way(node, value.body) or _is_way(node, value.orelse)
+    return node is value

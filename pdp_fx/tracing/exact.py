@@ -137,8 +137,7 @@ def _check_other_settings(
             if problem:
                 raise SettingError(
                     type(model).__name__,
-                    f"{question.setting.value} it {problem} in {mode} mode; {line} asks whether that is so: "
-                    "ask self.training or an argument instead",
+                    f"{question.setting.value} it {problem} in {mode} mode; {line} {question.setting.blame}",
                     question.setting,
                     training,
                 )

@@ -6,10 +6,11 @@ that span is an expression, and its parents say what the value is for.
 
 import ast
 import linecache
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 
 Span = tuple[int | None, int | None, int | None, int | None]
 
@@ -18,8 +19,13 @@ Span = tuple[int | None, int | None, int | None, int | None]
 class Located:
     """An expression in the syntax tree of its file, with the way up to the root."""
 
-    node: ast.AST
+    node: ast.expr
     parents: tuple[ast.AST, ...]
+
+    @property
+    def function(self) -> ast.FunctionDef | None:
+        """The innermost function that it is in, or None."""
+        return next((each for each in reversed(self.parents) if isinstance(each, ast.FunctionDef)), None)
 
 
 def expression_at(frame: FrameType) -> Located | None:
@@ -42,19 +48,52 @@ def _span(frame: FrameType, at: int) -> Span:
 
 
 @lru_cache(maxsize=64)
-def _by_span(filename: str) -> dict[Span, Located]:
+def _tree(filename: str) -> ast.Module:
+    """The syntax tree of a file; empty if there is none."""
     try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
+        return ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
-        return {}
+        return ast.Module([], [])
+
+
+@lru_cache(maxsize=256)
+def definition(code: CodeType) -> ast.FunctionDef | None:
+    """The definition of the function that a code object belongs to, or None if there is no source."""
+    for node in ast.walk(_tree(code.co_filename)):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            lines = (each.lineno for each in (node, *node.decorator_list))
+            if code.co_firstlineno in lines:
+                return node
+    return None
+
+
+@lru_cache(maxsize=256)
+def names_in(function: ast.FunctionDef) -> dict[str, list[Located]]:
+    """Where a function reads each of its variables."""
+    found: dict[str, list[Located]] = {}
+    for located in _expressions(function):
+        if isinstance(located.node, ast.Name) and isinstance(located.node.ctx, ast.Load):
+            found.setdefault(located.node.id, []).append(located)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _by_span(filename: str) -> dict[Span, Located]:
     found: dict[Span, Located] = {}
+    for located in _expressions(_tree(filename)):
+        node = located.node
+        found[node.lineno, node.end_lineno, node.col_offset, node.end_col_offset] = located
+    return found
+
+
+def _expressions(tree: ast.AST) -> Iterator[Located]:
+    """The expressions in a syntax tree, outer ones first."""
     pending: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(tree, ())]
     while pending:
         node, parents = pending.pop()
         if isinstance(node, ast.expr):
-            found[node.lineno, node.end_lineno, node.col_offset, node.end_col_offset] = Located(node, parents)
+            yield Located(node, parents)
         pending += [(child, (*parents, node)) for child in ast.iter_child_nodes(node)]
-    return found
 
 
 def only_unpacks(frame: FrameType) -> bool:
@@ -92,7 +131,7 @@ def multiplies_sizes(frame: FrameType) -> bool:
         return parent.attr == "numel"
     targets = parent.targets if isinstance(parent, ast.Assign) else [getattr(parent, "target", None)]
     names = {target.id for target in targets if isinstance(target, ast.Name)}
-    scope = next((each for each in reversed(parents) if isinstance(each, ast.FunctionDef)), parents[0])
+    scope = located.function or parents[0]
     return bool(names) and any(
         isinstance(each, ast.Attribute) and each.attr == "numel" and _root(each.value) in names
         for each in ast.walk(scope)

@@ -22,6 +22,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from pdp_fx.tracing.autocasts import recording_autocast
 from pdp_fx.tracing.calls import run_function, run_method, run_module
 from pdp_fx.tracing.casts import casting
 from pdp_fx.tracing.chances import following_numbers
@@ -36,7 +37,7 @@ from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, namespaces, replaced
 from pdp_fx.tracing.settings import noting_settings
 from pdp_fx.tracing.source import user_frame
-from pdp_fx.tracing.steps import Step, Whole
+from pdp_fx.tracing.steps import Whole
 
 _READS_NUMBERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 """Functions that read many numbers at once, which a dispatch mode does not see."""
@@ -83,7 +84,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(nn.Module, "train", _train(recorder)),
         replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
         entries(_bound_applies(recorder)),
-        _autocasts(recorder),
+        recording_autocast(recorder),
         noting_recomputed(recorder),
         _methods_whole(recorder),
         casting(recorder),
@@ -211,39 +212,6 @@ def _looks_at_mask(recorder: Recorder) -> Callable[..., bool]:
         return looks_now(mask, is_causal, size)
 
     return looks
-
-
-@contextmanager
-def _autocasts(recorder: Recorder) -> Generator[None, None, None]:
-    """Record where blocks of autocast begin and end."""
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    begun: dict[int, Step] = {}
-
-    def autocast_enter(self: torch.autocast) -> Any:
-        if not recorder.inside:
-            begun[id(self)] = _record_autocast(recorder, self)
-        return enter(self)
-
-    def autocast_exit(self: torch.autocast, *args: Any) -> Any:
-        if id(self) in begun and not recorder.inside:
-            step = recorder.step("call_function", torch.amp.autocast_mode._exit_autocast, (), {})
-            step.args = (begun.pop(id(self)),)
-            recorder.steps.append(step)
-        return leave(self, *args)
-
-    with (
-        replaced(torch.autocast, "__enter__", autocast_enter),
-        replaced(torch.autocast, "__exit__", autocast_exit),
-    ):
-        yield
-
-
-def _record_autocast(recorder: Recorder, context: torch.autocast) -> Step:
-    dtype = context.fast_dtype if context._enabled else None
-    args = (context.device, dtype, context._enabled, context._cache_enabled)
-    step = recorder.step("call_function", torch.amp.autocast_mode._enter_autocast, args, {})
-    recorder.steps.append(step)
-    return step
 
 
 @contextmanager

@@ -33,11 +33,20 @@ def is_leaf(module: nn.Module) -> bool:
 
     `torch.nn` defines it and it is not a container, or TorchScript has compiled it.
     """
-    home = type(module).__module__
     if isinstance(module, torch.jit.ScriptModule):
         return True
-    torch_own = home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
-    return torch_own and not has_own_forward(module) and not _computes_weights(module)
+    return is_layer(module) and not has_own_forward(module) and not _computes_weights(module)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether `torch.nn` defines a module, and it is not a container."""
+    home = type(module).__module__
+    return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module calls hooks with its gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_own_forward(module: nn.Module) -> bool:

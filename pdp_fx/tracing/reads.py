@@ -4,12 +4,14 @@ import operator
 from typing import Any
 
 import torch
+from torch import nn
 
+from pdp_fx.ops.data import data_of
 from pdp_fx.tracing import functions
-from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judged, only_unpacks
+from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judged, only_says, only_unpacks
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
 from pdp_fx.tracing.selecting import asks_any
-from pdp_fx.tracing.settings import note_asked_tensor
+from pdp_fx.tracing.settings import HELD, is_users_question, note_asked_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.skipping import reads
@@ -145,15 +147,34 @@ def _is_same_size(recorder: Recorder, tensor: torch.Tensor, other: torch.Tensor)
 def _device(recorder: Recorder, tensor: torch.Tensor) -> torch.device:
     """The device; it is known by identity, so that the graph still runs when the model moves elsewhere."""
     device: torch.device = recorder.run(getattr, (tensor, "device"), {})
-    recorder.origins.remember(device, Expr(getattr, (recorder.origins.value(tensor), "device")))
+    value = recorder.origins.value(tensor)
+    recorder.placed = value, device
+    recorder.decisions.note("device", device, value)
+    recorder.origins.remember(device, Expr(getattr, (value, "device")))
     return device
+
+
+def _is_on(name: str) -> Call:
+    """The read of whether a tensor is on a kind of device, where the model's code goes by that."""
+
+    def read(recorder: Recorder, tensor: torch.Tensor) -> bool:
+        found: bool = recorder.run(getattr, (tensor, name), {})
+        frame = user_frame()
+        if is_users_question() and frame is not None and not only_says(frame):
+            message = f"{source_line()} decides by {name}, {HELD}; move the model before"
+            recorder.hold(Expr(getattr, (recorder.origins.value(tensor), name)), found, message)
+        return found
+
+    return read
 
 
 def _dtype(recorder: Recorder, tensor: torch.Tensor) -> torch.dtype:
     """The dtype; which tensor it was read from is noted, for calls that are given it."""
     dtype: torch.dtype = recorder.run(getattr, (tensor, "dtype"), {})
-    recorder.dtypes.note(dtype, recorder.origins.value(tensor), len(recorder.steps))
+    value = recorder.origins.value(tensor)
+    recorder.dtypes.note(dtype, value, len(recorder.steps))
     _hold_kind(recorder, tensor, dtype)
+    recorder.decisions.note("dtype", dtype, value)
     return dtype
 
 
@@ -219,14 +240,19 @@ def check(recorder: Recorder, condition: torch.Tensor) -> None:
 
 
 def _data(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.data`, which is `tensor.detach()` to a graph."""
-    return recorder.function(torch.Tensor.detach, (tensor,), {})
+    """`tensor.data`; for a parameter `tensor.detach()`, so that masks see what is written to it."""
+    masked = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return recorder.function(torch.Tensor.detach if masked else data_of, (tensor,), {})
 
 
 def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`, which to a graph is that the tensor's memory is overwritten."""
+    """`tensor.data = value`, which to a graph is that the tensor's memory is overwritten.
+
+    What was saved of the old memory for backward is lost so, which autograd has to see.
+    """
     if storage_of(tensor) != storage_of(value):
-        recorder.function(torch.Tensor.copy_, (_data(recorder, tensor), value), {})
+        memory = recorder.function(torch.Tensor.detach, (tensor,), {})
+        recorder.function(torch.Tensor.copy_, (memory, value), {})
 
 
 _READS: dict[str, Call] = {
@@ -242,6 +268,7 @@ _READS: dict[str, Call] = {
     "is_same_size": _is_same_size,
     "device": _device,
     "dtype": _dtype,
+    **{name: _is_on(name) for name in ("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu")},
     "is_floating_point": _is_floating_point,
     "item": _item,
     "__bool__": _truth,

@@ -8,7 +8,7 @@ records again.
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Hashable, Mapping
+from collections.abc import Callable, Container, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from torch import nn
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
 from pdp_fx.tracing.compiling import compiling
+from pdp_fx.tracing.decisions import Decisions
 from pdp_fx.tracing.dtypes import Dtypes
 from pdp_fx.tracing.expressions import only_assigns
 from pdp_fx.tracing.failures import Failures
@@ -29,7 +30,7 @@ from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.selecting import selection
 from pdp_fx.tracing.shapes import check_step
-from pdp_fx.tracing.sizes import Session, live, note_fixed
+from pdp_fx.tracing.sizes import Session, live, note_fixed, plain
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
@@ -85,7 +86,7 @@ class Recorder:
         self.session = Session(self.decided, self._counts)
         self.steps: list[Step] = []
         self.scope = Scope("")
-        self.scopes = {self.scope}
+        self.scopes: dict[Scope, Args] = {self.scope: ()}
         self.flags: dict[str, set[tuple[str, bool]]] = {}
         self._inside, self._thread = False, threading.get_ident()
         self._recomputed, self._checkpoints = 0, 0
@@ -93,7 +94,8 @@ class Recorder:
         self.watch = Watch(model)
         self.origins = Origins(model, self.watch, self._alias, self._another)
         self.arguments = Arguments(self.origins, self.session)
-        self.dtypes = Dtypes()
+        self.dtypes, self.decisions = Dtypes(), Decisions(self)
+        self.placed: tuple[Value, torch.device] | None = None
         self.parts = Parts()
         self.draws: list[Draw] = []
         self._answers = answers
@@ -209,11 +211,13 @@ class Recorder:
         return step
 
     @contextmanager
-    def entered(self, path: str, module: nn.Module) -> Generator[None, None, None]:
-        """Attribute the steps inside the block to a call of this module."""
+    def entered(self, path: str, module: nn.Module, told: Sequence[Any]) -> Generator[None, None, None]:
+        """Attribute the steps inside the block to a call of this module, which is ``told`` something."""
         self._calls[path] += 1
         outer, self.scope = self.scope, Scope(path, self._calls[path], self.scope)
-        self.scopes.add(self.scope)
+        self.scopes[self.scope] = tuple(
+            plain(each) for each in told if isinstance(each, bool | int | float | str)
+        )
         buffers = dict(module._buffers)
         try:
             yield
@@ -293,7 +297,7 @@ class Recorder:
         return Recording(
             tuple(self.steps),
             output,
-            frozenset(self.scopes),
+            self.scopes,
             flags={path: frozenset(read) for path, read in self.flags.items()},
             unseen=unseen,
             draws=draws,

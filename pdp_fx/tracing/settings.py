@@ -35,8 +35,17 @@ class Setting(enum.Enum):
     INFERENCE = "in inference mode"
     AUTOCAST = "under autocast"
     HALF = "under autocast to float16"
+    CAST = "where autocast gives bfloat16"
+    CAST_TO_HALF = "where autocast gives float16"
     FROZEN = "where parameters are trained that were not, or no longer are"
     OF_INPUTS = "where inputs need gradients that did not, or no longer do"
+
+    @property
+    def blame(self) -> str:
+        """What is wrong with a line of a model that acts by it, and what to do, as a predicate."""
+        if self in (Setting.CAST, Setting.CAST_TO_HALF):
+            return "goes by a dtype that autocast changes: convert to the one that it needs, whatever it was"
+        return "asks whether that is so: ask self.training or an argument instead"
 
 
 class Question(NamedTuple):
@@ -64,10 +73,19 @@ class Question(NamedTuple):
             return _turned([everything[self.parameter]] if self.parameter else everything.values())
         if self.setting is Setting.OF_INPUTS:
             return _turned(given)
-        if self.setting in (Setting.AUTOCAST, Setting.HALF):
+        if self.setting in _AUTOCAST:
             device = next((tensor.device.type for tensor in given), "cpu")
-            return torch.autocast(device, torch.float16 if self.setting is Setting.HALF else torch.bfloat16)
+            return torch.autocast(device, _AUTOCAST[self.setting])
         return torch.no_grad() if self.setting is Setting.NO_GRADIENTS else torch.inference_mode()
+
+
+_AUTOCAST = {
+    Setting.AUTOCAST: torch.bfloat16,
+    Setting.HALF: torch.float16,
+    Setting.CAST: torch.bfloat16,
+    Setting.CAST_TO_HALF: torch.float16,
+}
+"""The settings in which autocast is on, and its dtype."""
 
 
 def _can_train(tensor: torch.Tensor) -> bool:
@@ -106,9 +124,9 @@ class SettingError(InexactError):
 
         Eval mode has to run without gradients, which is what it is for.
         """
-        return self.setting in (Setting.FROZEN, Setting.OF_INPUTS, Setting.HALF) or (
-            self.setting is Setting.NO_GRADIENTS and self.training
-        )
+        if self.setting is Setting.NO_GRADIENTS:
+            return self.training
+        return self.setting not in (Setting.INFERENCE, Setting.AUTOCAST)
 
 
 _ASKING = {

@@ -209,7 +209,8 @@ class Recording:
     Attributes:
         steps: in order, the placeholders first.
         output: what the model returned, with values for what was computed.
-        scopes: all module calls that happened, including those without steps.
+        scopes: all module calls that happened, including those without steps, and which numbers, truth values
+            and texts were arguments.
         flags: by the path of the module that ran, whose training flags it read, and what they were.
         outcome: the outcome of the run; None if nothing was run.
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
@@ -221,7 +222,7 @@ class Recording:
 
     steps: tuple[Step, ...]
     output: Any
-    scopes: frozenset[Scope]
+    scopes: Mapping[Scope, tuple[Any, ...]]
     flags: Flags = field(default_factory=dict[str, frozenset[tuple[str, bool]]])
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()

@@ -60,4 +60,4 @@ def symbolic_recording(model: nn.Module) -> Recording:
             where = scope(node.meta["owner"])
             values[node] = Step(node.op, node.target, args, kwargs, where, node.meta["source"])
     steps = tuple(value for value in values.values() if isinstance(value, Step))
-    return Recording(steps, values_in(graph.output_node().args[0]), frozenset(scopes.values()))
+    return Recording(steps, values_in(graph.output_node().args[0]), dict.fromkeys(scopes.values(), ()))

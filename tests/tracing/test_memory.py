@@ -71,6 +71,27 @@ class ThroughData(Counter):
         return self.linear(x)
 
 
+class Codebook(Base):
+    """Moves the codes that it has just computed distances to, unseen by autograd; gradients need the old."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.rand(5, 4))
+        self.unseen = nn.Parameter(torch.rand(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.unseen
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        found = (x @ self.codes.t()).softmax(1) @ self.codes
+        if self.training:
+            self.codes.data.lerp_(x.data.mean(0), 0.1)
+            self.unseen.data.mul_(0.9)
+        found.data.clamp_(max=0.9)
+        return found.sigmoid() + self.codes[nearest]
+
+
 class Replaces(Base):
     mean: Tensor
 
@@ -83,7 +104,7 @@ class Replaces(Base):
         return self.linear(x - self.mean)
 
 
-@pytest.mark.parametrize("kind", [InPlace, ThroughView, Mask, Counter, ThroughData])
+@pytest.mark.parametrize("kind", [InPlace, ThroughView, Mask, Counter, ThroughData, Codebook])
 def test_changes_in_place_happen_in_the_graph(kind: type[Base]) -> None:
     gm = exact(kind(), torch.randn(3, 4), torch.randn(5, 4))
     before = targets(gm)

@@ -431,3 +431,50 @@ def test_modules_that_decide_nothing_together_may_be_in_two_modes() -> None:
     for net in (model, gm):
         net.train().get_submodule("drop").eval()
     assert torch.equal(gm(x), model(x))
+
+
+class IsTold(nn.Module):
+    """Does one thing if its caller is in the mode that it is told, and another if only itself is."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.layer = factor, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, rate: float, told: bool) -> Tensor:
+        x = F.dropout(self.layer(x), rate, self.training)
+        return x * self.factor if self.training and not told else x
+
+
+class TellsNumbers(nn.Module):
+    """Tells two modules its mode and a number that may go by it."""
+
+    def __init__(self, factor: float, in_eval: float) -> None:
+        super().__init__()
+        self.rates = {False: in_eval, True: 0.5}
+        self.first, self.last = IsTold(factor), IsTold(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.rates[self.training]
+        return self.last(self.first(x, rate, self.training), rate, told=self.training)
+
+
+@pytest.mark.parametrize(("factor", "in_eval"), [(2.0, 0.5), (1.0, 0.0)])
+def test_a_module_that_is_told_one_mode_and_asks_another_has_both_in_one(
+    factor: float, in_eval: float
+) -> None:
+    gm, x = exact(TellsNumbers(factor, in_eval), torch.randn(3, 4)), torch.randn(3, 4)
+    gm.eval().get_submodule("last").train()
+    with pytest.raises(AssertionError, match="the model and last decide together what happens in training"):
+        gm(x)
+
+
+def test_a_module_that_is_told_a_mode_and_goes_by_its_own_may_be_in_another() -> None:
+    model, x = TellsNumbers(1.0, 0.5), torch.randn(3, 4)
+    gm = exact(model, x)
+    for training in (False, True):
+        for net in (model, gm):
+            net.train(training).get_submodule("last").train(not training)
+        torch.manual_seed(0)
+        wanted = model(x)
+        torch.manual_seed(0)
+        assert torch.equal(gm(x), wanted)

@@ -1,0 +1,333 @@
+"""What a model decides by the dtypes and devices of tensors, as in ``if x.dtype == torch.float16:``.
+
+The graph goes the way of the example. A model that was cast or moved, or is given other inputs, may go
+another, so the graph insists on what such a line has found. Under autocast results have other dtypes than
+elsewhere; there the graph is compared with the model first, and does not insist if they agree.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pdp_fx.tracing.dtypes import is_read, names_given, reading_frame
+from pdp_fx.tracing.expressions import Located, definition, expression_at, names_in, only_says
+from pdp_fx.tracing.settings import HELD, Question, Setting
+from pdp_fx.tracing.source import is_users, source_line, user_frame
+from pdp_fx.tracing.steps import Attribute, Constant, Expr, Value, is_input
+
+if TYPE_CHECKING:
+    from pdp_fx.tracing.recorder import Recorder
+
+_autocasts = torch.is_autocast_enabled
+"""Kept here because torch's name stands for another function while a model is recorded."""
+
+_CASTING = Setting.CAST, Setting.CAST_TO_HALF
+
+_ANSWERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: operator.contains,
+    ast.NotIn: operator.contains,
+}
+"""What the graph asks for each comparison; of a container, and then of what may be in it."""
+
+_DEEPEST = 4
+"""Through so many variables a dtype or device is followed, those of functions that it is passed to too."""
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A side of a comparison: in the graph, now, and whether autocast may change it."""
+
+    value: Any
+    found: Any
+    is_cast: bool = False
+
+    def property(self, name: str) -> _Operand:
+        """A property of it, such as the type of a device."""
+        return replace(self, value=Expr(getattr, (self.value, name)), found=getattr(self.found, name))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """An expression that gives what the model has read, or a property of it.
+
+    Attributes:
+        name: the attribute of a tensor that was read.
+        located: the expression.
+        names: what names stand for where it is computed.
+        frame: the frame that computes it; None if none does yet.
+        mine: what it gives.
+        depth: through how many calls it got there.
+    """
+
+    name: str
+    located: Located
+    names: Mapping[str, Any]
+    frame: FrameType | None
+    mine: _Operand
+    depth: int = 0
+
+    @property
+    def node(self) -> ast.AST:
+        """The expression without what is around it."""
+        return self.located.node
+
+    @property
+    def parent(self) -> ast.AST:
+        """What the expression is a part of."""
+        return next(each for each in reversed(self.located.parents) if not isinstance(each, _AROUND))
+
+
+_AROUND = ast.Tuple | ast.List | ast.keyword
+"""What may lie between an expression and what uses it."""
+
+
+class Decisions:
+    """What is read of dtypes and devices in a recording, and checks of what is decided by them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._last: dict[int, _Operand] = {}
+        self._assigned: dict[tuple[int, str], _Operand] = {}
+
+    def note(self, name: str, found: Any, value: Value) -> None:
+        """Note what the model decides by what it reads now.
+
+        Args:
+            name: the attribute of a tensor that it reads: ``dtype`` or ``device``.
+            found: what it finds there.
+            value: the tensor in the graph.
+        """
+        frame, located = reading_frame(), _reading(user_frame(), name)
+        if frame is None or located is None:
+            return
+        use = _Use(name, located, {**frame.f_globals, **frame.f_locals}, frame, _read(name, found, value))
+        if _may_change(found, value) and not only_says(frame):
+            for one in _decisions(use):
+                if not _waits(one):
+                    self._insist(one, value, self._decision(one))
+        self._last[id(frame)] = use.mine
+        while (outer := _of_property(use)) is not None:
+            use = outer
+        self._assigned |= {(id(frame), variable): use.mine for variable in names_given(use.located)}
+
+    def _insist(self, use: _Use, tensor: Value, decision: _Operand) -> None:
+        """Add a check that a decision is what it is now, or else that autocast is on, if that is the same."""
+        findings, line, value, found = self._recorder.findings, source_line(), decision.value, decision.found
+        if decision.is_cast:
+            findings.asks |= {Question(setting): line for setting in _CASTING}
+        if decision.is_cast and findings.holds.isdisjoint(_CASTING):
+            device = Expr(getattr, (Expr(getattr, (tensor, "device")), "type"))
+            value = Expr(operator.or_, (Expr(_autocasts, (device,)), Expr(operator.eq, (value, found))))
+            found = True
+        message = f"{line} decides by {ast.unparse(use.parent)}, {HELD}; cast and move the model before"
+        self._recorder.hold(value, found, message)
+
+    def _decision(self, use: _Use) -> _Operand:
+        """The answer of a comparison, or what is read itself if it is used in another way."""
+        sides, compare = _sides(use), use.parent
+        if sides is None or not isinstance(compare, ast.Compare) or type(compare.ops[0]) not in _ANSWERS:
+            return use.mine
+        is_left, kind = sides[0] is use.node, type(compare.ops[0])
+        other = self._other(sides[is_left], use)
+        if other is None:
+            return use.mine
+        operands = [use.mine, other] if is_left is (kind not in (ast.In, ast.NotIn)) else [other, use.mine]
+        ask = _ANSWERS[kind]
+        value = Expr(ask, tuple(operand.value for operand in operands))
+        found = ask(*(operand.found for operand in operands))
+        return _Operand(value, found, any(operand.is_cast for operand in operands))
+
+    def _other(self, expression: ast.expr, use: _Use) -> _Operand | None:
+        """Another side of a comparison; None if it cannot be told."""
+        if isinstance(expression, ast.Attribute) and expression.attr in _PROPERTIES:
+            whole = self._other(expression.value, use)
+            return None if whole is None else whole.property(expression.attr)
+        found = _looked_up(expression, use.names)
+        if isinstance(expression, ast.Name):
+            assigned = self._assigned.get((id(use.frame), expression.id))
+            if assigned is not None:
+                return assigned
+        elif isinstance(expression, ast.Attribute) and _is_read(expression, use.names):
+            owner = _looked_up(expression.value, use.names)
+            if isinstance(owner, torch.Tensor):
+                return _read(use.name, getattr(owner, use.name), self._recorder.origins.value(owner))
+            return self._last.get(id(use.frame))
+        several = tuple(found) if isinstance(found, tuple | list | set | frozenset) else (found,)
+        if not all(isinstance(each, torch.dtype | torch.device | str | int) for each in several):
+            return None
+        value = found if several == (found,) else several
+        return _Operand(value, value)
+
+
+def _reading(frame: FrameType | None, name: str) -> Located | None:
+    """The expression of the model's code that reads an attribute; None if it is code of torch that does."""
+    located = None if frame is None else expression_at(frame)
+    if frame is None or located is None or not isinstance(located.node, ast.Attribute):
+        return None
+    outer = reading_frame()
+    return None if located.node.attr != name or outer is None else expression_at(outer)
+
+
+def _decisions(use: _Use) -> Iterator[_Use]:
+    """Where something is decided by what an expression gives: there, by the caller, or by a variable."""
+    parent, names, frame = use.parent, names_given(use.located), use.frame
+    caller = user_frame(frame.f_back) if frame is not None and isinstance(parent, ast.Return) else None
+    if caller is not None:
+        located = expression_at(caller)
+        if located is not None:
+            seen = {**caller.f_globals, **caller.f_locals}
+            yield from _decisions(replace(use, located=located, names=seen, frame=caller))
+    elif names:
+        yield from _named(use, names, use.located.function)
+    else:
+        yield from _deciding(use, parent)
+
+
+def _deciding(use: _Use, parent: ast.AST) -> Iterator[_Use]:
+    """Where something is decided by an expression as a part of another; None is no dtype and no device."""
+    match parent:
+        case ast.Attribute():
+            outer = _of_property(use)
+            if outer is not None:
+                yield from [outer] if parent.attr == "itemsize" else _decisions(outer)
+        case ast.Call() if use.node is not parent.func:
+            yield from _in_call(use, parent)
+        case ast.Subscript() if use.node is not parent.value:
+            yield use
+        case ast.Compare() if not any(map(_is_none, parent.comparators)):
+            yield use
+        case _:
+            pass
+
+
+def _of_property(use: _Use) -> _Use | None:
+    """The use of a property, such as the type of a device, if an expression is used for that."""
+    parent = use.parent
+    if not isinstance(parent, ast.Attribute) or parent.attr not in _PROPERTIES:
+        return None
+    parents = use.located.parents[: use.located.parents.index(parent)]
+    return replace(use, located=Located(parent, parents), mine=use.mine.property(parent.attr))
+
+
+_PROPERTIES = ("itemsize", "type", "index")
+"""Whether a dtype is one of floating-point numbers does not change."""
+
+
+def _named(use: _Use, names: frozenset[str], function: ast.FunctionDef | None) -> Iterator[_Use]:
+    """Where something is decided by variables of a function."""
+    places = names_in(function) if function is not None else {}
+    for located in (each for name in names for each in places.get(name, ())):
+        if use.depth < _DEEPEST:
+            yield from _decisions(replace(use, located=located, depth=use.depth + 1))
+
+
+def _in_call(use: _Use, call: ast.Call) -> Iterator[_Use]:
+    """Where a function of the model's code decides by an argument; a method `get` looks something up."""
+    found = _looked_up(call.func, use.names)
+    function = found.forward if isinstance(found, nn.Module) else found
+    plain = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+    if getattr(call.func, "attr", "") == "get":
+        yield use
+    elif isinstance(plain, FunctionType) and callable(function) and is_users(plain.__code__.co_filename):
+        names = plain.__globals__ | dict(inspect.getclosurevars(plain).nonlocals)
+        inside = replace(use, names=names, frame=None)
+        yield from _named(inside, _parameters(function, call, use.node), definition(plain.__code__))
+
+
+def _parameters(function: Callable[..., Any], call: ast.Call, argument: ast.AST) -> frozenset[str]:
+    """The parameter of a function that an argument of a call is for; empty if it cannot be told."""
+    try:
+        bound = inspect.signature(function).bind(
+            *call.args, **{keyword.arg or "": keyword.value for keyword in call.keywords}
+        )
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(name for name, given in bound.arguments.items() if given is argument)
+
+
+def _sides(use: _Use) -> tuple[ast.expr, ast.expr] | None:
+    """The two sides of a comparison if an expression is one of them."""
+    compare = use.parent
+    if not isinstance(compare, ast.Compare) or len(compare.ops) != 1:
+        return None
+    sides = compare.left, compare.comparators[0]
+    return sides if use.node in sides else None
+
+
+def _waits(use: _Use) -> bool:
+    """Whether a dtype is compared with one that is read later, when both are known."""
+    sides, frame = _sides(use), use.frame
+    if sides is None or frame is None:
+        return False
+    left, right = sides
+    other = right if use.node is left else left
+    if isinstance(other, ast.Name):
+        return is_read(other, use.located, use.name) and other.id not in frame.f_locals
+    while isinstance(other, ast.Attribute) and other.attr in _PROPERTIES:
+        other = other.value
+    return _is_read(other, use.names) and (isinstance(use.node, ast.Name) or sides[1] is not use.node)
+
+
+def _is_read(expression: ast.AST, names: Mapping[str, Any]) -> bool:
+    """Whether an expression reads the dtype or the device of a tensor, if by a property of something else."""
+    if not isinstance(expression, ast.Attribute) or expression.attr not in ("dtype", "device"):
+        return False
+    owner = _looked_up(expression.value, names)
+    kept = inspect.getattr_static(owner, expression.attr, None)
+    return isinstance(owner, torch.Tensor) or not isinstance(kept, torch.dtype | torch.device | type)
+
+
+def _looked_up(expression: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What an expression stands for; None if it cannot be told, or is more than names and constants."""
+    for node in ast.walk(expression):
+        if _is_read(node, names) or not (isinstance(node, _LOOKS) or _makes_device(node)):
+            return None
+    code = compile(ast.Expression(expression), "<names>", "eval")
+    try:
+        return eval(code, {}, names)
+    except Exception:  # noqa: BLE001 it need not be there yet
+        return None
+
+
+_LOOKS = ast.Name | ast.Attribute | ast.Constant | ast.Tuple | ast.List | ast.Set | ast.expr_context
+"""What looks something up and does nothing else."""
+
+
+def _is_none(expression: ast.expr) -> bool:
+    """Whether an expression is None."""
+    return isinstance(expression, ast.Constant) and expression.value is None
+
+
+def _makes_device(node: ast.AST) -> bool:
+    """Whether an expression is like `torch.device("cpu")`."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "device"
+
+
+def _read(name: str, found: Any, tensor: Value) -> _Operand:
+    is_result = not isinstance(tensor, Attribute) and not is_input(tensor)
+    is_cast = is_result and isinstance(found, torch.dtype) and _is_of_floats(found)
+    return _Operand(Expr(getattr, (tensor, name)), found, is_cast)
+
+
+def _is_of_floats(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _may_change(found: Any, tensor: Value) -> bool:
+    """Whether another call may read something else; results of whole numbers always have one dtype."""
+    if isinstance(tensor, Constant):
+        return False
+    return not isinstance(found, torch.dtype) or _is_of_floats(found) or is_input(tensor)
