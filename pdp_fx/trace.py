@@ -8,6 +8,7 @@ tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which or
 """
 
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.forgetting import in_mode
 from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.idle import noticing_idle
-from pdp_fx.tracing.leaves import COMPOSITES
+from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks, is_layer
 from pdp_fx.tracing.module import taken_name
 from pdp_fx.tracing.narrowing import Paths, culprits
 from pdp_fx.tracing.outcome import Outcome
@@ -44,6 +45,7 @@ from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, u
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import sizes_to_hold
+from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of
 from pdp_fx.tracing.steps import InexactError, Whole
 from pdp_fx.tracing.structure import arrays, hiding_tensors, tensors
@@ -86,11 +88,31 @@ def trace(
             f"the model has a part {taken!r}, a name that every torch.fx.GraphModule has for itself; "
             "rename it, or put the model into another, as in nn.Sequential(model)"
         )
+    if has_backward_hooks(model):
+        raise TraceError(
+            f"{type(model).__name__} has hooks of its own that are called with its gradients, which a graph "
+            "does not do; register them with what is made of the model"
+        )
     with ALONE:
         _refuse_one_mode(model)
         if example_inputs is None:
             return _trace_symbolically(model)
-        return _trace_on(model, example_call(example_inputs), watch)
+        gm = _trace_on(model, example_call(example_inputs), watch)
+    _warn_of_hooks(gm, model)
+    return gm
+
+
+def _warn_of_hooks(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Warn of hooks that are not called any more; what they compute is in the graph."""
+    for path, module in model.named_modules():
+        # Hooks before a layer of torch are what computes its weights, so that they are looked into.
+        before = () if is_layer(module) else module._forward_pre_hooks.values()
+        if any((before, module._forward_hooks)) and (module is model or is_shell(gm.get_submodule(path))):
+            warnings.warn(
+                f"the hooks of {path or 'the model'} are not called any more: what they compute is in the "
+                "graph, and what else they do, such as storing results, is not. Register those with a layer",
+                stacklevel=3,
+            )
 
 
 def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> fx.GraphModule:

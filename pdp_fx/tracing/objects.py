@@ -235,7 +235,7 @@ class _Joined:
         def joined(module: nn.Module, own: nn.Module) -> nn.Module:
             if id(module) in made:
                 return made[id(module)][0]
-            if own is not tree and type(own) is not nn.Module:
+            if own is not tree and not is_shell(own):
                 return own
             # Its tables are its own: hooks that the method registers are not to show on the user's model.
             other = twin(module)
