@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -32,13 +32,14 @@ _autocasts = torch.is_autocast_enabled
 
 _CASTING = Setting.CAST, Setting.CAST_TO_HALF
 
-_ANSWERS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+_ANSWERS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
     ast.In: operator.contains,
     ast.NotIn: operator.contains,
+    ast.Call: torch.promote_types,
 }
 """What the graph asks for each comparison; of a container, and then of what may be in it."""
 
@@ -117,13 +118,18 @@ class Decisions:
         if _may_change(found, value) and not only_says(frame):
             for one in _decisions(use):
                 if not _waits(one):
-                    self._insist(one, value, self._decision(one))
+                    self._insist(ast.unparse(one.parent), value, self._decision(one))
         self._last[id(frame)] = use.mine
         while (outer := _of_property(use)) is not None:
             use = outer
         self._assigned |= {(id(frame), variable): use.mine for variable in names_given(use.located)}
 
-    def _insist(self, use: _Use, tensor: Value, decision: _Operand) -> None:
+    def note_result(self, dtype: torch.dtype, tensor: Value, other: Any) -> None:
+        """Note that the model asks which dtype the result of a tensor and another, or a number, has."""
+        answer = _Operand(Expr(torch.result_type, (tensor, other)), dtype, is_cast=True)
+        self._insist("torch.result_type", tensor, answer)
+
+    def _insist(self, said: str, tensor: Value, decision: _Operand) -> None:
         """Add a check that a decision is what it is now, or else that autocast is on, if that is the same."""
         findings, line, value, found = self._recorder.findings, source_line(), decision.value, decision.found
         if decision.is_cast:
@@ -132,15 +138,15 @@ class Decisions:
             device = Expr(getattr, (Expr(getattr, (tensor, "device")), "type"))
             value = Expr(operator.or_, (Expr(_autocasts, (device,)), Expr(operator.eq, (value, found))))
             found = True
-        message = f"{line} decides by {ast.unparse(use.parent)}, {HELD}; cast and move the model before"
+        message = f"{line} decides by {said}, {HELD}; cast and move the model before"
         self._recorder.hold(value, found, message)
 
     def _decision(self, use: _Use) -> _Operand:
         """The answer of a comparison, or what is read itself if it is used in another way."""
-        sides, compare = _sides(use), use.parent
-        if sides is None or not isinstance(compare, ast.Compare) or type(compare.ops[0]) not in _ANSWERS:
+        sides, kind = _sides(use), _kind(use.parent)
+        if sides is None or kind not in _ANSWERS:
             return use.mine
-        is_left, kind = sides[0] is use.node, type(compare.ops[0])
+        is_left = sides[0] is use.node
         other = self._other(sides[is_left], use)
         if other is None:
             return use.mine
@@ -239,7 +245,7 @@ def _in_call(use: _Use, call: ast.Call) -> Iterator[_Use]:
     found = _looked_up(call.func, use.names)
     function = found.forward if isinstance(found, nn.Module) else found
     plain = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
-    if getattr(call.func, "attr", "") == "get":
+    if getattr(call.func, "attr", "") == "get" or _promotes(call):
         yield use
     elif isinstance(plain, FunctionType) and callable(function) and is_users(plain.__code__.co_filename):
         names = plain.__globals__ | dict(inspect.getclosurevars(plain).nonlocals)
@@ -259,12 +265,24 @@ def _parameters(function: Callable[..., Any], call: ast.Call, argument: ast.AST)
 
 
 def _sides(use: _Use) -> tuple[ast.expr, ast.expr] | None:
-    """The two sides of a comparison if an expression is one of them."""
-    compare = use.parent
-    if not isinstance(compare, ast.Compare) or len(compare.ops) != 1:
-        return None
-    sides = compare.left, compare.comparators[0]
-    return sides if use.node in sides else None
+    """The two sides of a comparison, or of a promotion, if an expression is one of them."""
+    parent = use.parent
+    sides: list[ast.expr] = []
+    if isinstance(parent, ast.Compare):
+        sides = [parent.left, *parent.comparators]
+    elif _promotes(parent):
+        sides = parent.args
+    return (sides[0], sides[1]) if len(sides) == 2 and use.node in sides else None
+
+
+def _kind(parent: ast.AST) -> type[ast.AST]:
+    """What is asked of two sides, as a type of the syntax tree."""
+    return type(parent.ops[0]) if isinstance(parent, ast.Compare) else type(parent)
+
+
+def _promotes(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether an expression asks for the dtype that two promote to."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "promote_types"
 
 
 def _waits(use: _Use) -> bool:

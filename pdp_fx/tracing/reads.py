@@ -154,6 +154,14 @@ def _device(recorder: Recorder, tensor: torch.Tensor) -> torch.device:
     return device
 
 
+def _result_type(recorder: Recorder, tensor: torch.Tensor, other: Any) -> torch.dtype:
+    dtype: torch.dtype = recorder.run(torch.result_type, (tensor, other), {})
+    if is_users_question():
+        known = recorder.origins.value(other) if isinstance(other, torch.Tensor) else plain(other)
+        recorder.decisions.note_result(dtype, recorder.origins.value(tensor), known)
+    return dtype
+
+
 def _is_on(name: str) -> Call:
     """The read of whether a tensor is on a kind of device, where the model's code goes by that."""
 
@@ -268,6 +276,7 @@ _READS: dict[str, Call] = {
     "is_same_size": _is_same_size,
     "device": _device,
     "dtype": _dtype,
+    "result_type": _result_type,
     **{name: _is_on(name) for name in ("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu")},
     "is_floating_point": _is_floating_point,
     "item": _item,

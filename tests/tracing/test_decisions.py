@@ -125,6 +125,20 @@ def asked_twice(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight * LOWEST(x.shape[1], kind=kind)
 
 
+def promoted(x: Tensor, weight: Tensor) -> Tensor:
+    kind = torch.promote_types(x.dtype, torch.bfloat16)
+    return (x.to(torch.float64) * weight).to(kind)
+
+
+def promoted_together(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.to(torch.float64) * weight).to(torch.promote_types(x.dtype, weight.dtype))
+
+
+def of_result(x: Tensor, weight: Tensor) -> Tensor:
+    kind = torch.result_type(x, weight)
+    return x.double().to(kind) * weight.to(torch.result_type(weight, 2.5))
+
+
 def paired(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight * {(torch.float32, torch.float32): 2.0}.get((x.dtype, weight.dtype), 3.0)
 
@@ -149,6 +163,9 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     asked: ({torch.float16}, {torch.float16}),
     asked_twice: ({torch.float16}, {torch.float16}),
     paired: (OTHERS, HALVES),
+    promoted: ({torch.bfloat16, torch.float64}, {torch.bfloat16}),
+    of_result: (OTHERS, set()),
+    promoted_together: (OTHERS, set()),
 }
 """Ways to decide by a dtype, and where a graph of float32 fails: after which casts, under which autocasts."""
 
