@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType, FunctionType
@@ -70,7 +71,7 @@ class _Use:
         names: what names stand for where it is computed.
         frame: the frame that computes it; None if none does yet.
         mine: what it gives.
-        depth: through how many calls it got there.
+        depth: through how many variables it got there.
     """
 
     name: str
@@ -111,10 +112,11 @@ class Decisions:
             found: what it finds there.
             value: the tensor in the graph.
         """
-        frame, located = reading_frame(), _reading(user_frame(), name)
-        if frame is None or located is None:
+        frame = reading_frame()
+        located = None if frame is None else expression_at(frame)
+        if frame is None or located is None or not _reads(user_frame(), name):
             return
-        use = _Use(name, located, {**frame.f_globals, **frame.f_locals}, frame, _read(name, found, value))
+        use = _Use(name, located, _names_in(frame), frame, _read(name, found, value))
         if _may_change(found, value) and not only_says(frame):
             for one in _decisions(use):
                 if not _waits(one):
@@ -178,13 +180,14 @@ class Decisions:
         return _Operand(value, value)
 
 
-def _reading(frame: FrameType | None, name: str) -> Located | None:
-    """The expression of the model's code that reads an attribute; None if it is code of torch that does."""
+def _reads(frame: FrameType | None, name: str) -> bool:
+    """Whether the model's code reads an attribute in a frame of its own, and not torch in what that calls."""
     located = None if frame is None else expression_at(frame)
-    if frame is None or located is None or not isinstance(located.node, ast.Attribute):
-        return None
-    outer = reading_frame()
-    return None if located.node.attr != name or outer is None else expression_at(outer)
+    return located is not None and getattr(located.node, "attr", "") == name
+
+
+def _names_in(frame: FrameType) -> Mapping[str, Any]:
+    return ChainMap(frame.f_locals, frame.f_globals)
 
 
 def _decisions(use: _Use) -> Iterator[_Use]:
@@ -194,8 +197,7 @@ def _decisions(use: _Use) -> Iterator[_Use]:
     if caller is not None:
         located = expression_at(caller)
         if located is not None:
-            seen = {**caller.f_globals, **caller.f_locals}
-            yield from _decisions(replace(use, located=located, names=seen, frame=caller))
+            yield from _decisions(replace(use, located=located, names=_names_in(caller), frame=caller))
     elif names:
         yield from _named(use, names, use.located.function)
     else:
@@ -248,7 +250,7 @@ def _in_call(use: _Use, call: ast.Call) -> Iterator[_Use]:
     if getattr(call.func, "attr", "") == "get" or _promotes(call):
         yield use
     elif isinstance(plain, FunctionType) and callable(function) and is_users(plain.__code__.co_filename):
-        names = plain.__globals__ | dict(inspect.getclosurevars(plain).nonlocals)
+        names = ChainMap(dict(inspect.getclosurevars(plain).nonlocals), plain.__globals__)
         inside = replace(use, names=names, frame=None)
         yield from _named(inside, _parameters(function, call, use.node), definition(plain.__code__))
 

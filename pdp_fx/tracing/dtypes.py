@@ -150,9 +150,14 @@ def is_read(expression: ast.expr, located: Located, name: str) -> bool:
 
 def _reads(expression: ast.expr, name: str) -> bool:
     """Whether an expression is an attribute of this name, at least one way."""
+    return any(isinstance(way, ast.Attribute) and way.attr == name for way in _ways(expression))
+
+
+def _ways(expression: ast.expr) -> list[ast.expr]:
+    """The expressions that one may choose; itself if it does not choose."""
     if isinstance(expression, ast.IfExp):
-        return _reads(expression.body, name) or _reads(expression.orelse, name)
-    return isinstance(expression, ast.Attribute) and expression.attr == name
+        return [*_ways(expression.body), *_ways(expression.orelse)]
+    return [expression]
 
 
 def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
@@ -184,15 +189,8 @@ def names_given(located: Located) -> frozenset[str]:
         for target, whole in (() if statement is None else _assignments(statement))
         for name in ast.walk(target)
         if isinstance(name, ast.Name)
-        and any(_is_way(located.node, value) for value in _assigned_to(name.id, target, whole))
+        and any(located.node in _ways(value) for value in _assigned_to(name.id, target, whole))
     )
 
 
 _OPEN = ast.Tuple | ast.List | ast.IfExp
-
-
-def _is_way(node: ast.AST, value: ast.expr) -> bool:
-    """Whether an expression is another, or one that this chooses."""
-    if isinstance(value, ast.IfExp):
-        return _is_way(node, value.body) or _is_way(node, value.orelse)
-    return node is value
