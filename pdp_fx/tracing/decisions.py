@@ -118,9 +118,9 @@ class Decisions:
             return
         use = _Use(name, located, _names_in(frame), frame, _read(name, found, value))
         if _may_change(found, value) and not only_says(frame):
-            for one in _decisions(use):
+            for one in _decisions(_inside(use)):
                 if not _waits(one):
-                    self._insist(ast.unparse(one.parent), value, self._decision(one))
+                    self._insist(_shown(one.parent), value, self._decision(one))
         self._last[id(frame)] = use.mine
         while (outer := _of_property(use)) is not None:
             use = outer
@@ -186,6 +186,20 @@ def _reads(frame: FrameType | None, name: str) -> bool:
     return located is not None and getattr(located.node, "attr", "") == name
 
 
+def _shown(parent: ast.AST) -> str:
+    """The code of what decides, on one line."""
+    return ast.unparse(parent.subject if isinstance(parent, ast.Match) else parent)
+
+
+def _inside(use: _Use) -> _Use:
+    """The use in the innermost frame of the model's code, which may be that of a property or a generator."""
+    frame = user_frame()
+    located = None if frame is None else expression_at(frame)
+    if frame is None or located is None:
+        return use
+    return replace(use, located=located, names=_names_in(frame), frame=frame)
+
+
 def _names_in(frame: FrameType) -> Mapping[str, Any]:
     return ChainMap(frame.f_locals, frame.f_globals)
 
@@ -193,7 +207,8 @@ def _names_in(frame: FrameType) -> Mapping[str, Any]:
 def _decisions(use: _Use) -> Iterator[_Use]:
     """Where something is decided by what an expression gives: there, by the caller, or by a variable."""
     parent, names, frame = use.parent, names_given(use.located), use.frame
-    caller = user_frame(frame.f_back) if frame is not None and isinstance(parent, ast.Return) else None
+    gives = isinstance(parent, ast.Return | ast.GeneratorExp)
+    caller = user_frame(frame.f_back) if frame is not None and gives else None
     if caller is not None:
         located = expression_at(caller)
         if located is not None:
@@ -214,6 +229,8 @@ def _deciding(use: _Use, parent: ast.AST) -> Iterator[_Use]:
         case ast.Call() if use.node is not parent.func:
             yield from _in_call(use, parent)
         case ast.Subscript() if use.node is not parent.value:
+            yield use
+        case ast.Match():
             yield use
         case ast.Compare() if not any(map(_is_none, parent.comparators)):
             yield use

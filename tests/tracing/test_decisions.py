@@ -139,6 +139,18 @@ def of_result(x: Tensor, weight: Tensor) -> Tensor:
     return x.double().to(kind) * weight.to(torch.result_type(weight, 2.5))
 
 
+def in_a_generator(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (weight.abs() * 2 if any(each.dtype == torch.float16 for each in (x, weight)) else weight)
+
+
+def matched(x: Tensor, weight: Tensor) -> Tensor:
+    match x.dtype:
+        case torch.float32:
+            return x * weight
+        case _:
+            return x * weight * 2
+
+
 def paired(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight * {(torch.float32, torch.float32): 2.0}.get((x.dtype, weight.dtype), 3.0)
 
@@ -165,6 +177,8 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     paired: (OTHERS, HALVES),
     promoted: ({torch.bfloat16, torch.float64}, {torch.bfloat16}),
     of_result: (OTHERS, set()),
+    in_a_generator: ({torch.float16}, {torch.float16}),
+    matched: (OTHERS, HALVES),
     promoted_together: (OTHERS, set()),
 }
 """Ways to decide by a dtype, and where a graph of float32 fails: after which casts, under which autocasts."""
