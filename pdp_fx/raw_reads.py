@@ -55,10 +55,11 @@ class RawReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = name_of(func)
-        looks = name in SIZES or only_looks(name, len(args))
+        kwargs = kwargs or {}
+        looks = name in SIZES or only_looks(name, len(args) + len(kwargs))
         if self._running and self._running[-1] not in self._layers and not looks:
-            for given in (*args, *(kwargs or {}).values()):
+            for given in (*args, *kwargs.values()):
                 for each in given if isinstance(given, list | tuple) else (given,):
                     if isinstance(each, nn.Parameter) and id(each) in self._owned:
                         self.found[id(each)] = each
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

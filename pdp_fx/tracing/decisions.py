@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.dtypes import is_read, names_given, reading_frame
-from pdp_fx.tracing.expressions import Located, definition, expression_at, names_in, only_says
+from pdp_fx.tracing.expressions import Located, attribute_read, definition, expression_at, names_in, only_says
 from pdp_fx.tracing.settings import HELD, Question, Setting
 from pdp_fx.tracing.source import is_users, source_line, user_frame
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Value, is_input
@@ -66,7 +66,7 @@ class _Use:
     """An expression that gives what the model has read, or a property of it.
 
     Attributes:
-        name: the attribute of a tensor that was read.
+        name: the attribute of a tensor that was read, or ``type`` of `x.type()`.
         located: the expression.
         names: what names stand for where it is computed.
         frame: the frame that computes it; None if none does yet.
@@ -108,7 +108,7 @@ class Decisions:
         """Note what the model decides by what it reads now.
 
         Args:
-            name: the attribute of a tensor that it reads: ``dtype`` or ``device``.
+            name: the attribute of a tensor that it reads: ``dtype``, ``device`` or ``type``.
             found: what it finds there.
             value: the tensor in the graph.
         """
@@ -168,10 +168,11 @@ class Decisions:
             assigned = self._assigned.get((id(use.frame), expression.id))
             if assigned is not None:
                 return assigned
-        elif isinstance(expression, ast.Attribute) and _is_read(expression, use.names):
-            owner = _looked_up(expression.value, use.names)
+        elif _is_read(expression, use.names):
+            read = attribute_read(expression)
+            owner = None if read is None else _looked_up(read[0], use.names)
             if isinstance(owner, torch.Tensor):
-                return _read(use.name, getattr(owner, use.name), self._recorder.origins.value(owner))
+                return _read(use.name, _now(owner, use.name), self._recorder.origins.value(owner))
             return self._last.get(id(use.frame))
         several = tuple(found) if isinstance(found, tuple | list | set | frozenset) else (found,)
         if not all(isinstance(each, torch.dtype | torch.device | str | int) for each in several):
@@ -183,7 +184,8 @@ class Decisions:
 def _reads(frame: FrameType | None, name: str) -> bool:
     """Whether the model's code reads an attribute in a frame of its own, and not torch in what that calls."""
     located = None if frame is None else expression_at(frame)
-    return located is not None and getattr(located.node, "attr", "") == name
+    read = None if located is None else attribute_read(located.node)
+    return read is not None and read[1] == name
 
 
 def _shown(parent: ast.AST) -> str:
@@ -222,6 +224,8 @@ def _decisions(use: _Use) -> Iterator[_Use]:
 def _deciding(use: _Use, parent: ast.AST) -> Iterator[_Use]:
     """Where something is decided by an expression as a part of another; None is no dtype and no device."""
     match parent:
+        case ast.Attribute() if use.name == "type":
+            yield use
         case ast.Attribute():
             outer = _of_property(use)
             if outer is not None:
@@ -264,12 +268,16 @@ def _in_call(use: _Use, call: ast.Call) -> Iterator[_Use]:
     found = _looked_up(call.func, use.names)
     function = found.forward if isinstance(found, nn.Module) else found
     plain = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
-    if getattr(call.func, "attr", "") == "get" or _promotes(call):
+    if getattr(call.func, "attr", "") == "get" or _promotes(call) or any(found is each for each in _SPELT):
         yield use
     elif isinstance(plain, FunctionType) and callable(function) and is_users(plain.__code__.co_filename):
         names = ChainMap(dict(inspect.getclosurevars(plain).nonlocals), plain.__globals__)
         inside = replace(use, names=names, frame=None)
         yield from _named(inside, _parameters(function, call, use.node), definition(plain.__code__))
+
+
+_SPELT = str, repr, hash
+"""What is made of a dtype or device to go by; what only ends in a message is no decision."""
 
 
 def _parameters(function: Callable[..., Any], call: ast.Call, argument: ast.AST) -> frozenset[str]:
@@ -320,11 +328,14 @@ def _waits(use: _Use) -> bool:
 
 def _is_read(expression: ast.AST, names: Mapping[str, Any]) -> bool:
     """Whether an expression reads the dtype or the device of a tensor, if by a property of something else."""
-    if not isinstance(expression, ast.Attribute) or expression.attr not in ("dtype", "device"):
+    read = attribute_read(expression)
+    if read is None or read[1] not in ("dtype", "device", "type"):
         return False
-    owner = _looked_up(expression.value, names)
-    kept = inspect.getattr_static(owner, expression.attr, None)
-    return isinstance(owner, torch.Tensor) or not isinstance(kept, torch.dtype | torch.device | type)
+    owner = _looked_up(read[0], names)
+    if isinstance(owner, torch.Tensor):
+        return True
+    kept = inspect.getattr_static(owner, read[1], None)
+    return read[1] != "type" and not isinstance(kept, torch.dtype | torch.device | type)
 
 
 def _looked_up(expression: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -355,8 +366,14 @@ def _makes_device(node: ast.AST) -> bool:
 
 def _read(name: str, found: Any, tensor: Value) -> _Operand:
     is_result = not isinstance(tensor, Attribute) and not is_input(tensor)
-    is_cast = is_result and isinstance(found, torch.dtype) and _is_of_floats(found)
-    return _Operand(Expr(getattr, (tensor, name)), found, is_cast)
+    is_cast = is_result and (_is_of_floats(found) if isinstance(found, torch.dtype) else name == "type")
+    return _Operand(Expr(name, (tensor,)) if name == "type" else Expr(getattr, (tensor, name)), found, is_cast)
+
+
+def _now(tensor: torch.Tensor, name: str) -> Any:
+    """What a tensor has as its dtype, its device or the name of its type."""
+    found = getattr(tensor, name)
+    return found() if name == "type" else found
 
 
 def _is_of_floats(dtype: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pdp_fx.tracing.expressions import Located, expression_at
+from pdp_fx.tracing.expressions import Located, attribute_read, expression_at
 from pdp_fx.tracing.source import is_ours, runs_models, user_frame
 from pdp_fx.tracing.steps import Expr, Value
 
@@ -150,7 +150,8 @@ def is_read(expression: ast.expr, located: Located, name: str) -> bool:
 
 def _reads(expression: ast.expr, name: str) -> bool:
     """Whether an expression is an attribute of this name, at least one way."""
-    return any(isinstance(way, ast.Attribute) and way.attr == name for way in _ways(expression))
+    reads = (attribute_read(way) for way in _ways(expression))
+    return any(read is not None and read[1] == name for read in reads)
 
 
 def _ways(expression: ast.expr) -> list[ast.expr]:

@@ -96,6 +96,22 @@ def _expressions(tree: ast.AST) -> Iterator[Located]:
         pending += [(child, (*parents, node)) for child in ast.iter_child_nodes(node)]
 
 
+def attribute_read(expression: ast.AST | None) -> tuple[ast.expr, str] | None:
+    """Whose attribute an expression reads, and which one: of `x.dtype`, `getattr(x, "dtype")` and `x.type()`.
+
+    None if it does something else.
+    """
+    match expression:
+        case ast.Attribute(value=owner, attr=name):
+            return owner, name
+        case ast.Call(func=ast.Attribute(value=owner, attr="type" as name), args=[], keywords=[]):
+            return owner, name
+        case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
+            return owner, name
+        case _:
+            return None
+
+
 def only_unpacks(frame: FrameType) -> bool:
     """Whether the frame assigns the parts of a value to as many names, or takes one from the front."""
     located = expression_at(frame)

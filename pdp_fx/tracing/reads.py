@@ -49,7 +49,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     read = _READS.get(name)
     if read is not None and args and isinstance(args[0], torch.Tensor):
         return read(recorder, *args, **kwargs)
-    if functions.only_looks(name, len(args)):
+    if functions.only_looks(name, len(args) + len(kwargs)):
         return recorder.run(function, args, kwargs)
     result = recorder.function(function, args, kwargs)
     if name == "squeeze" and len(args) + len(kwargs) == 1:
@@ -186,6 +186,17 @@ def _dtype(recorder: Recorder, tensor: torch.Tensor) -> torch.dtype:
     return dtype
 
 
+def _type(recorder: Recorder, tensor: torch.Tensor, *told: Any, **options: Any) -> Any:
+    """`tensor.type(...)` casts; without arguments it gives a name, known by identity where it is given on."""
+    if told or options:
+        return recorder.function(torch.Tensor.type, (tensor, *told), options)
+    found: str = recorder.run(torch.Tensor.type, (tensor,), {})
+    value = recorder.origins.value(tensor)
+    recorder.decisions.note("type", found, value)
+    recorder.origins.remember(found, Expr("type", (value,)))
+    return found
+
+
 def _is_floating_point(recorder: Recorder, tensor: torch.Tensor) -> bool:
     _hold_kind(recorder, tensor, recorder.run(getattr, (tensor, "dtype"), {}))
     return recorder.run(torch.is_floating_point, (tensor,), {})
@@ -276,6 +287,7 @@ _READS: dict[str, Call] = {
     "is_same_size": _is_same_size,
     "device": _device,
     "dtype": _dtype,
+    "type": _type,
     "result_type": _result_type,
     **{name: _is_on(name) for name in ("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu")},
     "is_floating_point": _is_floating_point,

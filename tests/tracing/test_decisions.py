@@ -155,6 +155,28 @@ def paired(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight * {(torch.float32, torch.float32): 2.0}.get((x.dtype, weight.dtype), 3.0)
 
 
+def by_type(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.abs() if "Half" in x.type() or x.type().endswith("DoubleTensor") else x) * weight
+
+
+def of_type(x: Tensor, weight: Tensor) -> Tensor:
+    kind = weight.type()
+    return x * weight * torch.arange(4).type(kind) + torch.arange(4).type(dtype=x.type())
+
+
+def of_one_kind(x: Tensor, weight: Tensor) -> Tensor:
+    return (x if x.type() == weight.type() else x.abs().type(weight.type())) * weight
+
+
+def spelt(x: Tensor, weight: Tensor) -> Tensor:
+    kind = str(x.dtype)
+    return (x.abs() if "16" in kind else x) * weight
+
+
+def got(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.abs() if getattr(x, "dtype") == torch.float64 else x) * weight  # noqa: B009 models write it so
+
+
 OTHERS = {torch.float16, torch.bfloat16, torch.float64}
 HALVES = {torch.float16, torch.bfloat16}
 
@@ -180,6 +202,11 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     in_a_generator: ({torch.float16}, {torch.float16}),
     matched: (OTHERS, HALVES),
     promoted_together: (OTHERS, set()),
+    by_type: (OTHERS, HALVES),
+    of_type: (set(), set()),
+    of_one_kind: (set(), HALVES),
+    spelt: (OTHERS, HALVES),
+    got: ({torch.float64}, set()),
 }
 """Ways to decide by a dtype, and where a graph of float32 fails: after which casts, under which autocasts."""
 
