@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pdp_fx.errors import StateError
@@ -95,9 +95,16 @@ def refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def refuse_shard(weight: Tensor) -> None:
-    """Refuse to rank a part of a weight as if it were the whole."""
-    if not torch.compiler.is_compiling() and is_shard(weight):
+def refuse_no_whole(weight: Tensor | fx.Proxy) -> None:
+    """Refuse to rank a part of a weight as if it were the whole, and what stands for one in `fx`."""
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(weight, fx.Proxy):
+        raise StateError(
+            "a prepared model cannot be traced symbolically again, as create_feature_extractor does it, too: "
+            "do that to the model before prepare, or to what convert returns"
+        )
+    if is_shard(weight):
         raise StateError(
             "a mask got a weight that is still sharded; call fully_shard on the prepared model itself: its "
             "graph runs as one module, so a block of it that is sharded on its own is never gathered"

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -311,3 +311,13 @@ def test_what_reads_numbers_refuses_a_prepared_model_on_the_meta_device(
     model = pdp_fx.prepare(Mlp(), at_once(Channels(ratio=0.5)), ROWS).to("meta")
     with pytest.raises(StateError, match=rf"{verb.__name__}\(model\) reads .*fc1.weight is on the meta"):
         verb(model)
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4), Channels(ratio=0.5)], ids=str)
+def test_a_prepared_model_says_why_it_is_not_traced_symbolically(rule: Unstructured | NM | Channels) -> None:
+    model = pdp_fx.prepare(Mlp(), at_once(rule), ROWS)
+    with pytest.raises(StateError, match="before prepare, or to what convert returns"):
+        fx.symbolic_trace(model)
+    pdp_fx.step(model)
+    small = pdp_fx.convert(model)
+    assert torch.equal(fx.symbolic_trace(small)(ROWS), small(ROWS))
