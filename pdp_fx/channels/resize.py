@@ -99,7 +99,8 @@ def check_sizes(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, result: Any)
     elif isinstance(node.target, Apply):
         # An autograd function returns an input unchanged as a view of all of it, which follows its size.
         told = [sized for sized in told if not torch.equal(sized.before.ids, sized.after.ids)]
-    _freeze_told(gm, node, flow, [sized.before for sized in told])
+    # What it makes besides, such as padding, has labels of its own.
+    _freeze_told(gm, node, flow, [layer for sized in told for layer in (sized.before, sized.after)])
     if told and given_varying(node, flow.record):
         _lose(flow, result, [sized.after for sized in told])
 

@@ -220,15 +220,17 @@ _CHOICES = {
 
 
 def _pad(node: fx.Node, job: Job) -> None:
-    """Shrink the padding of a channel axis, which makes channels of zeros, to those that stay."""
+    """Shrink the padding of a channel axis, which makes channels of zeros, to those that stay.
+
+    A negative width crops; it becomes the number of the cropped channels that stay.
+    """
     widths = list(_arguments(node, 1, ("pad",), 1)[0])
-    result = job.results[0]
-    for index in range(0, len(widths), 2):
-        axis = len(result.value.shape) - 1 - index // 2
-        if axis in result.stays and result.changes(axis):
-            size, high = result.value.shape[axis], widths[index + 1]
-            widths[index] = result.before(axis, widths[index])
-            widths[index + 1] = result.size(axis) - result.before(axis, size - high)
+    for place, width in enumerate(widths):
+        at, many = (job.results[0], width) if width >= 0 else (job.source, -width)
+        axis = len(at.value.shape) - 1 - place // 2
+        behind = at.value.shape[axis] - many
+        stay = at.size(axis) - at.before(axis, behind) if place % 2 else at.before(axis, many)
+        widths[place] = stay if width >= 0 else -stay
     if "pad" in node.kwargs:
         node.update_kwarg("pad", tuple(widths))
     else:
@@ -237,9 +239,7 @@ def _pad(node: fx.Node, job: Job) -> None:
 
 def _pad_fits(node: fx.Node, record: Record) -> bool:
     widths: Any = _arguments(node, 1, ("pad",), 1)[0]
-    return isinstance(widths, (tuple, list)) and all(
-        isinstance(width, int) and width >= 0 for width in widths
-    )
+    return isinstance(widths, (tuple, list)) and all(isinstance(width, int) for width in widths)
 
 
 def _stays(node: fx.Node, job: Job) -> None:

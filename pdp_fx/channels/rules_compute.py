@@ -293,17 +293,26 @@ def grouped_product(call: Call, flow: LabelFlow) -> None:
 @rule(aten.mv)
 def mv(call: Call, flow: LabelFlow) -> None:
     """A product of a matrix and a vector."""
-    matrix, vector = call.args
+    _times_vector(call, (call.args[0], call.args[1]), None, flow)
+
+
+@rule(aten.addmv)
+def addmv(call: Call, flow: LabelFlow) -> None:
+    """A product of a matrix and a vector, and a vector that is added."""
+    _times_vector(call, (call.args[1], call.args[2]), call.args[0], flow)
+
+
+def _times_vector(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None, flow: LabelFlow) -> None:
+    """Contract the columns of a matrix with a vector."""
+    matrix, vector = operands
     for layer in flow.layers(matrix):
         if len(layer.support) > 1:
             flow.freeze(layer.ids, "it lies along both axes of a matrix")
     consume(axis_layer(matrix, 1, flow), axis_layer(vector, 0, flow), flow)
-    rows = axis_layer(matrix, 0, flow)
-    if rows is not None:
-        flow.produce(rows, matrix, vector)
+    made = _produce(axis_layer(matrix, 0, flow), matrix, vector, None, flow)
     weight, data = (vector, matrix) if vector in flow.stored else (matrix, vector)
     flow.contract(weight, data, data.numel() // vector.numel(), None)
-    flow.put(call.result, [] if rows is None else [_placed(rows, 0, 1)])
+    put_sum([] if made is None else [_placed(made, 0, 1)], added, call, flow)
 
 
 @rule(aten.dot, aten.vdot)

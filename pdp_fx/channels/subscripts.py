@@ -205,7 +205,7 @@ def chosen(job: Job, axis: int, at: int) -> list[int]:
     found = next((ids for ids in layers if place_of.keys() >= set(ids.reshape(-1).tolist())), None)
     if found is None:
         return []
-    line = found.movedim(at, 0).flatten(1)[:, 0].expand(result.value.shape[at]).tolist()
+    line = found.movedim(at, 0).reshape(found.shape[at], -1)[:, 0].expand(result.value.shape[at]).tolist()
     left = result.stays.get(at, np.ones(len(line), dtype=bool))
     rank = np.cumsum(job.source.stays[axis]) - 1
     return [int(rank[place_of[label]]) for label, stays in zip(line, left, strict=True) if stays]

@@ -208,7 +208,46 @@ class OfImageSize(Scales):
         return x * torch.linspace(0.5, 2, x.shape[2] + 2, dtype=x.dtype)[:8, None, None]
 
 
+class ScaledByVector(nn.Module):
+    """Something with one number for each channel, which may be made in a roundabout way, scales channels."""
+
+    order: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.randn(8))
+        self.register_buffer("order", torch.tensor(ORDER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x) * self.of(x))
+
+    def of(self, x: Tensor) -> Tensor:
+        return self.scale[ORDER]
+
+
+ORDER = [3, 1, 2, 0, 7, 6, 5, 4]
+
+
+class NumbersInOrder(ScaledByVector):
+    """Numbers of a range, in an order that a buffer holds."""
+
+    def of(self, x: Tensor) -> Tensor:
+        return torch.arange(8, dtype=x.dtype)[self.order].index_select(0, self.order)
+
+
+class EverySecondNumber(ScaledByVector):
+    """Every second number, by a step and by a mask."""
+
+    def of(self, x: Tensor) -> Tensor:
+        numbers = torch.linspace(0, 1, 32, dtype=x.dtype)[::2]
+        return numbers[torch.arange(16) % 2 == 0]
+
+
 CONSTANTS = (
+    Construct(ScaledByVector, sequences(), removed=4),
+    Construct(NumbersInOrder, sequences(), removed=4),
+    Construct(EverySecondNumber, sequences(), removed=4),
     Construct(Slopes, sequences(), removed=18),
     Construct(SlopesListed, sequences(), removed=18),
     Construct(SlopesRaised, sequences(), removed=18),

@@ -258,6 +258,16 @@ class PadByOne(Wide):
         return F.pad(x, (0, 0, 0, 0, 1, 1), value=0.5)
 
 
+class Cropped(Wide):
+    """Padding with negative widths crops channels, here on one side and then on both."""
+
+    reads = 12
+
+    def move(self, x: Tensor) -> Tensor:
+        shifted = F.pad(x, (0, 0, 0, 0, -6, 2))
+        return F.pad(x, (0, 0, 0, 0, -2, -2)) + shifted
+
+
 class IndexSelect(Wide):
     reads = 7
     order: Tensor
@@ -415,6 +425,7 @@ LAYOUT = (
     Construct(ZeroPadShortcut, images(), removed=20),
     Construct(ZerosJoinedShortcut, images(), removed=16),
     Construct(PadByOne, images(), removed=8),
+    Construct(Cropped, images(), removed=8),
     Construct(IndexSelect, images(), removed=4),
     Construct(IndexByBuffer, images(), removed=8),
     Construct(IndexByList, images(), removed=3),

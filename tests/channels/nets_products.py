@@ -110,11 +110,40 @@ class SparseMixture(nn.Module):
         return self.out(torch.sparse.mm(self.mixing, self.inner(x).t()).t())
 
 
+class MatrixTimesVector(nn.Module):
+    """Matrices times vectors, all of them parameters, are added to channels (aten.mv, aten.addmv)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, SIZE), nn.Linear(SIZE, WIDTH)
+        self.square, self.vector = nn.Parameter(torch.randn(SIZE, SIZE)), nn.Parameter(torch.randn(SIZE))
+        self.rows, self.short = nn.Parameter(torch.randn(SIZE, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x) + self.square @ self.vector
+        return self.out(x + torch.addmv(self.vector, self.rows, self.short))
+
+
+class VectorOfChannels(nn.Module):
+    """A matrix times a vector of channels makes channels of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, SIZE), nn.Linear(SIZE, WIDTH)
+        self.square = nn.Parameter(torch.randn(SIZE, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return self.out(x + torch.mv(self.square, x[0].relu()))
+
+
 def _nodes(batch: int) -> tuple[Tensor]:
     return (torch.randn(TARGETS, WIDTH, dtype=torch.float64),)
 
 
 PRODUCTS: tuple[Construct, ...] = (
+    Construct(MatrixTimesVector, vectors(), removed=4),
+    Construct(VectorOfChannels, vectors(), removed=4),
     Construct(SumsOverNeighbours, _nodes, removed=4, batches=False),
     Construct(SparseMixture, vectors(), reason="contracted with values that have no channels"),
     Construct(DotsOfFeatures, sequences(), removed=12),
