@@ -405,7 +405,11 @@ class Recorder:
     ) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Run a step, note in it what its operations did, and return the result and the changed operands."""
         versions = [version_of(tensor) for tensor in operands]
-        result = self.run(call, args, kwargs)
+        try:
+            result = self.run(call, args, kwargs)
+        except (RuntimeError, IndexError, ValueError):
+            self._failed(operands)
+            raise
         if isinstance(call, Apply) and self.watch.read_numbers:
             raise UnrecordableError(f"looks at numbers in the autograd function {call.__name__}")
         values = all_values((step.args, step.kwargs))
@@ -417,6 +421,17 @@ class Recorder:
         step.varies = any(varies(value) for value in values)
         pairs = zip(operands, versions, strict=True)
         return result, tuple(tensor for tensor, before in pairs if version_of(tensor) != before)
+
+    def _failed(self, operands: Sequence[torch.Tensor]) -> None:
+        """Add checks of the sizes with which an operation fails, for the model may go on with something else.
+
+        Those that make no difference, such as that of the batch, are waived later.
+        """
+        self.session.compared = self.findings.sizes.read = True
+        for tensor in operands:
+            value = self.origins.value(tensor)
+            for axis, size in enumerate(self.run(torch.Tensor.size, (tensor,), {})):
+                self.decided(Expr(operator.eq, (Expr("size", (value, axis)), size)))
 
     def commit(self, step: Step, result: Any, changed: tuple[torch.Tensor, ...]) -> Any:
         """Add a step that has run, and return its result as the model's code gets it."""

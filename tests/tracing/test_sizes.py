@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import dataclasses
 import math
@@ -964,3 +965,46 @@ def test_what_makes_plain_numbers_of_sizes_holds_the_graph_to_them(act: Any) -> 
     gm = exact(Deciding(act), rows(1, 4, 8), rows(3, 4, 8))
     with pytest.raises(AssertionError, match="decides by sizes|holds for inputs of size 8 only"):
         gm(rows(1, 4, 6))
+
+
+class FallsBack(nn.Module):
+    """Does something else where an operation does not bear the sizes."""
+
+    def __init__(self, act: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act, self.layer, self.positions = act, nn.Linear(4, 4), nn.Parameter(torch.randn(1, 7, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x), self.positions)
+
+
+def positions_or_mean(x: Tensor, positions: Tensor) -> Tensor:
+    try:
+        return x + positions
+    except RuntimeError:
+        return x + positions.mean(1, keepdim=True)
+
+
+def seventh_or_none(x: Tensor, positions: Tensor) -> Tensor:
+    try:
+        return x * positions[:, x.shape[1] :].sum() + x[:, 6:7] * x[:, 6].sum()
+    except IndexError:
+        return x * 2
+
+
+def pairs_or_none(x: Tensor, positions: Tensor) -> Tensor:
+    with contextlib.suppress(RuntimeError):
+        x = x.unflatten(1, (2, -1)).sum(1)
+    return x * positions[:, :1]
+
+
+@pytest.mark.parametrize("act", [positions_or_mean, seventh_or_none, pairs_or_none])
+def test_the_graph_insists_on_sizes_with_which_an_operation_fails(
+    act: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    failing = 5 if act is pairs_or_none else 6
+    gm = exact(
+        FallsBack(act), torch.randn(2, failing, 4), torch.randn(3, failing, 4), torch.randn(1, failing, 4)
+    )
+    with pytest.raises(AssertionError, match="decides by sizes"):
+        gm(torch.randn(2, 8, 4))
