@@ -18,7 +18,7 @@ from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import called_module, function_of
-from pdp_fx.tracing.objects import DrawNumber, MethodOf
+from pdp_fx.tracing.objects import AsSubclass, DrawNumber, MethodOf
 from pdp_fx.tracing.restoring import blocks_ended
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
 from pdp_fx.tracing.unfused import unfused_attention, unfused_recurrence
@@ -71,6 +71,8 @@ class _FlowInterpreter(Interpreter):
                 result = super().run_node(node)
             pool_regions(self.flow, *self.fetch_args_kwargs_from_env(node), result)
             return result
+        if isinstance(function_of(node), AsSubclass):
+            return self.run_subclassed(node)
         if is_opaque(self.module, node):
             return self.run_unseen(node)
         if function_of(node) in (torch.broadcast_tensors, torch.meshgrid):
@@ -93,6 +95,18 @@ class _FlowInterpreter(Interpreter):
         # What happens in training only is given nothing here.
         for other in given[1:]:
             torch.eq(given[0], other)
+
+    def run_subclassed(self, node: fx.Node) -> Any:
+        """Run a node that makes a tensor one of a subclass, whose operations need not be those of torch."""
+        (tensor,), _ = self.fetch_args_kwargs_from_env(node)
+        with no_dispatch():
+            result = super().run_node(node)
+        if any(user.op != "output" for user in node.users):
+            self.flow.freeze_all([tensor], f"a {type(result).__name__} computes in its own way")
+            self.flow.put(result, ())
+        else:
+            self.flow.put(result, self.flow.layers(tensor))
+        return result
 
     def run_unseen(self, node: fx.Node) -> Any:
         """Run a node whose code may act differently on other inputs: freeze all labels that go in."""

@@ -86,7 +86,7 @@ class Arguments:
         try:
             return self.encode(result)
         except UnrecordableError:
-            if isinstance(result, BASE_TYPES) or callable(result):
+            if isinstance(result, (*BASE_TYPES, torch.Tensor)) or callable(result):
                 raise
         if is_remade(result):
             return _record(result, self.output)

@@ -367,7 +367,9 @@ def _makes_device(node: ast.AST) -> bool:
 def _read(name: str, found: Any, tensor: Value) -> _Operand:
     is_result = not isinstance(tensor, Attribute) and not is_input(tensor)
     is_cast = is_result and (_is_of_floats(found) if isinstance(found, torch.dtype) else name == "type")
-    return _Operand(Expr(name, (tensor,)) if name == "type" else Expr(getattr, (tensor, name)), found, is_cast)
+    return _Operand(
+        Expr(name, (tensor,)) if name == "type" else Expr(getattr, (tensor, name)), found, is_cast
+    )
 
 
 def _now(tensor: torch.Tensor, name: str) -> Any:

@@ -58,7 +58,7 @@ def own_generators(model: nn.Module) -> Generator[None, None, None]:
 
 def _held_by(model: nn.Module) -> Iterator[Any]:
     modules = list(model.modules())
-    for names in namespaces(map(type, modules)):
+    for names in namespaces(map(type, modules), of_torch=False):
         yield from chain.from_iterable(map(_generator, names.values()))
     held = (item for module in modules for item in vars(module).items())
     yield from _inside(value for name, value in held if name not in OF_TORCH)

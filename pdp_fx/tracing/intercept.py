@@ -29,7 +29,7 @@ from pdp_fx.tracing.chances import following_numbers
 from pdp_fx.tracing.compiling import LOOKS_AT_MASK
 from pdp_fx.tracing.gradients import gradient_blocks
 from pdp_fx.tracing.memories import without_memory
-from pdp_fx.tracing.objects import apply_of
+from pdp_fx.tracing.objects import apply_of, subclass_of
 from pdp_fx.tracing.processes import noting_processes
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
@@ -80,10 +80,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         # Its checks branch on numbers; they decide about errors only.
         replaced(Distribution, "_validate_args", False),
         replaced(functional, "multi_head_attention_forward", attention),
-        replaced(nn.Module, "__call__", _module_call(recorder)),
-        replaced(nn.Module, "train", _train(recorder)),
-        replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
-        entries(_bound_applies(recorder)),
+        _unlisted_calls(recorder),
         recording_autocast(recorder),
         noting_recomputed(recorder),
         _methods_whole(recorder),
@@ -100,6 +97,19 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
 def _questions(recorder: Recorder) -> Generator[None, None, None]:
     """Note what the model asks about where it runs."""
     with noting_settings(recorder), noting_processes(recorder):
+        yield
+
+
+@contextmanager
+def _unlisted_calls(recorder: Recorder) -> Generator[None, None, None]:
+    """Pass to the recorder what torch passes to no function mode."""
+    with (
+        replaced(nn.Module, "__call__", _module_call(recorder)),
+        replaced(nn.Module, "train", _train(recorder)),
+        replaced(torch.Tensor, "as_subclass", _as_subclass(recorder)),
+        replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
+        entries(_bound_applies(recorder)),
+    ):
         yield
 
 
@@ -127,6 +137,17 @@ def _train(recorder: Recorder) -> Callable[..., Any]:
     return set_mode
 
 
+def _as_subclass(recorder: Recorder) -> Callable[..., torch.Tensor]:
+    convert = torch.Tensor.as_subclass
+
+    def as_subclass(tensor: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
+        if recorder.inside:
+            return convert(tensor, cls)
+        return recorder.guarded(recorder.function, subclass_of(cls), (tensor,), {})
+
+    return as_subclass
+
+
 def _function_apply(recorder: Recorder) -> Callable[..., Any]:
     apply = inspect.getattr_static(torch.autograd.Function, "apply")
 
@@ -147,20 +168,22 @@ def _bound_applies(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, ob
     """
     function_apply = _function_apply(recorder)
     modules = list(recorder.model.modules())
-    codes = namespaces((*map(type, modules), *_kinds_of(torch.autograd.Function)))
+    codes = namespaces((*map(type, modules), *_kinds_of(torch.autograd.Function)), of_torch=False)
     for names in (*codes, *map(vars, modules)):
         for name, value in list(names.items()):
-            kind = (
-                getattr(value, "__self__", None)
-                if isinstance(value, BuiltinMethodType | MethodType)
-                else None
-            )
-            if (
-                isinstance(kind, type)
-                and issubclass(kind, torch.autograd.Function)
-                and value.__name__ == "apply"
-            ):
+            kind = _function_of_apply(value)
+            if kind is not None:
                 yield names, name, functools.partial(function_apply, kind)
+
+
+def _function_of_apply(value: object) -> type[torch.autograd.Function] | None:
+    """The autograd function whose bound ``apply`` a value is, or calls as a partial without arguments."""
+    if isinstance(value, functools.partial) and not (value.args or value.keywords):
+        value = value.func
+    if not isinstance(value, BuiltinMethodType | MethodType) or value.__name__ != "apply":
+        return None
+    kind = value.__self__
+    return kind if isinstance(kind, type) and issubclass(kind, torch.autograd.Function) else None
 
 
 def _kinds_of(kind: type) -> Iterator[type]:

@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
@@ -21,36 +22,51 @@ from torch import nn
 
 from pdp_fx.tracing.arguments import leaves
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries, replaced
+from pdp_fx.tracing.replacing import entries, is_of_torch, replaced
 from pdp_fx.tracing.sizes import Live
+from pdp_fx.tracing.structure import OF_TORCH
 
 _Memory = functools._lru_cache_wrapper
 
 _NOT_THEIRS = (torch.__name__, __name__.partition(".")[0])
 """Packages whose cached functions never get live numbers."""
 
-_found: dict[str, tuple[int, tuple[str, ...], tuple[CellType, ...]]] = {}
-"""For each Python module its number of names when it was last searched, those of cached functions, and the
-cells in which its functions hold others."""
-
 DEPTH = 3
 """How many decorators around each other are searched."""
+
+
+@dataclass(frozen=True)
+class _Memories:
+    """The names of cached functions, and the cells in which functions, such as decorators, hold others."""
+
+    names: tuple[str, ...] = ()
+    cells: tuple[CellType, ...] = ()
+
+
+_FOUND: dict[str, tuple[int, _Memories]] = {}
+"""For each Python module its number of names when it was last searched, and what was found."""
 
 
 @contextmanager
 def without_memory(recorder: Recorder) -> Generator[None, None, None]:
     """Let cached functions and methods compute results for live numbers anew inside the block."""
     past = functools.cache(functools.partial(_past, recorder))
-    functions = [(names, name, past(names[name])) for names, name in _functions(recorder.model)]
-    cells = [(cell, past(cell.cell_contents)) for cell in _held(recorder.model)]
+    functions: list[tuple[dict[str, Any], str, object]] = []
+    cells: dict[int, CellType] = {}
+    for contents, memories in _searched(recorder.model):
+        functions += [(contents, name, past(contents[name])) for name in memories.names]
+        cells |= {id(cell): cell for cell in memories.cells}
     with ExitStack() as stack:
-        for owner, name in _methods(recorder.model):
-            method = vars(owner)[name]
-            bypassed = past(_bare(method))
-            wrapped = bypassed if method is _bare(method) else type(method)(bypassed)
-            stack.enter_context(replaced(owner, name, wrapped))
-        for cell, value in cells:
-            stack.enter_context(_holding(cell, value))
+        for owner in _classes(recorder.model):
+            memories = _found_in(vars(owner))
+            cells |= {id(cell): cell for cell in memories.cells}
+            for name in memories.names:
+                method = vars(owner)[name]
+                bypassed = past(_bare(method))
+                wrapped = bypassed if method is _bare(method) else type(method)(bypassed)
+                stack.enter_context(replaced(owner, name, wrapped))
+        for cell in cells.values():
+            stack.enter_context(_holding(cell, past(cell.cell_contents)))
         with entries(functions):
             yield
 
@@ -64,33 +80,25 @@ def _past(recorder: Recorder, memory: Any) -> Callable[..., Any]:
     return call
 
 
-def _functions(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """The cached functions in Python modules and in attributes of the model's modules, as dict entries."""
+def _searched(model: nn.Module) -> Iterator[tuple[dict[str, Any], _Memories]]:
+    """The names in each Python module and the attributes of each of the model's modules, with what they hold.
+
+    A Python module is searched again only if its size has changed.
+    """
     for module_name, module in list(sys.modules.items()):
-        for name in _searched(module_name, vars(module))[0]:
-            yield vars(module), name
+        if module_name.partition(".")[0] in _NOT_THEIRS:
+            continue
+        contents = vars(module)
+        size, memories = _FOUND.get(module_name, (-1, _Memories()))
+        if size != len(contents) or any(type(contents.get(name)) is not _Memory for name in memories.names):
+            memories = _found_in(contents)
+            _FOUND[module_name] = len(contents), memories
+        yield contents, memories
     for part in model.modules():
-        for name in _remembering(vars(part)):
-            yield vars(part), name
-
-
-def _methods(model: nn.Module) -> Iterator[tuple[type, str]]:
-    """The cached methods of the classes of the model's modules."""
-    for owner in _classes(model):
-        for name in _remembering(vars(owner)):
-            yield owner, name
-
-
-def _held(model: nn.Module) -> list[CellType]:
-    """The cells in which decorators hold cached functions: of functions in Python modules and of methods."""
-    found: dict[int, CellType] = {}
-    for module_name, module in list(sys.modules.items()):
-        found |= {id(cell): cell for cell in _searched(module_name, vars(module))[1]}
-    for owner in _classes(model):
-        found |= {id(cell): cell for cell in _cells(vars(owner).values())}
-    for part in model.modules():
-        found |= {id(cell): cell for cell in _cells(vars(part).values())}
-    return list(found.values())
+        yield (
+            vars(part),
+            _found_in({name: value for name, value in vars(part).items() if name not in OF_TORCH}),
+        )
 
 
 @contextmanager
@@ -104,21 +112,14 @@ def _holding(cell: CellType, value: object) -> Generator[None, None, None]:
 
 
 def _classes(model: nn.Module) -> set[type]:
-    return {owner for kind in {type(part) for part in model.modules()} for owner in kind.__mro__}
+    """The classes of the model's modules and those that they are derived from, but for torch's."""
+    kinds = {owner for kind in {type(part) for part in model.modules()} for owner in kind.__mro__}
+    return {kind for kind in kinds if not is_of_torch(kind.__module__)}
 
 
-def _searched(module_name: str, contents: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[CellType, ...]]:
-    """The names of cached functions in a Python module, and the cells in which its functions hold others.
-
-    It is searched again only if its size has changed.
-    """
-    size, names, cells = _found.get(module_name, (-1, (), ()))
-    if size != len(contents) or any(type(contents.get(name)) is not _Memory for name in names):
-        own = module_name.partition(".")[0] in _NOT_THEIRS
-        names = () if own else tuple(_remembering(contents))
-        cells = () if own else tuple(_cells(list(contents.values())))
-        _found[module_name] = len(contents), names, cells
-    return names, cells
+def _found_in(contents: Mapping[str, Any]) -> _Memories:
+    """The cached functions that names stand for."""
+    return _Memories(tuple(_remembering(contents)), tuple(_cells(list(contents.values()))))
 
 
 def _cells(values: Iterable[Any], depth: int = DEPTH) -> Iterator[CellType]:

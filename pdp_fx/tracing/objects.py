@@ -133,6 +133,30 @@ def apply_of(kind: type[Function]) -> Apply:
     return Apply(kind)
 
 
+@dataclass(frozen=True)
+class AsSubclass:
+    """`Tensor.as_subclass` as a function of one argument, since a graph cannot hold the class.
+
+    Attributes:
+        kind: the subclass of `torch.Tensor`.
+    """
+
+    kind: type[torch.Tensor]
+
+    @property
+    def __name__(self) -> str:
+        return f"as_{self.kind.__name__}"
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_subclass(self.kind)
+
+
+@functools.cache
+def subclass_of(kind: type[torch.Tensor]) -> AsSubclass:
+    """The one `AsSubclass` of a class, so that two recordings hold the same."""
+    return AsSubclass(kind)
+
+
 @dataclass(frozen=True, eq=False)
 class Bound:
     """A method of an object that a graph cannot hold as an argument, as a function of its own name.

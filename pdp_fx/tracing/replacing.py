@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 ALONE = threading.RLock()
@@ -65,7 +66,26 @@ def wherever_named(
     ]
 
 
-def namespaces(kinds: Iterable[type]) -> list[dict[str, Any]]:
-    """The global names of the code of these classes and of those that they are derived from."""
+def namespaces(kinds: Iterable[type], of_torch: bool = True) -> list[dict[str, Any]]:
+    """The global names of the code of these classes and of those that they are derived from.
+
+    Args:
+        kinds: the classes; the code of the ``forward`` of one may have been generated, as by `fx`.
+        of_torch: whether those of torch's own modules are among them.
+    """
+    kinds = set(kinds)
     homes = {base.__module__ for kind in kinds for base in kind.__mro__}
-    return [vars(sys.modules[home]) for home in homes if home in sys.modules]
+    found = [vars(sys.modules[home]) for home in homes if home in sys.modules]
+    found += [
+        kind.forward.__globals__ for kind in kinds if isinstance(getattr(kind, "forward", None), FunctionType)
+    ]
+    return [
+        names
+        for names in {id(each): each for each in found}.values()
+        if of_torch or not is_of_torch(str(names.get("__name__", "")))
+    ]
+
+
+def is_of_torch(module_name: str) -> bool:
+    """Whether a Python module, by its name, is one of torch."""
+    return module_name == "torch" or module_name.startswith("torch.")

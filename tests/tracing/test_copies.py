@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from pdp_fx import Channels, PruneSpec, Schedule, convert, explain, prepare, step
 from pdp_fx.plain import plain
 from pdp_fx.trace import trace
 from pdp_fx.tracing.module import TracedModule
@@ -120,3 +121,38 @@ def test_the_original_model_still_trains_the_same_parameters() -> None:
     gm = trace(model, tokens(2))
     gm(tokens(2)).sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if not name.startswith("unused"))
+
+
+class Marked(Tensor):
+    """Tensors of a class of the user's, as fastai has them."""
+
+
+class Marks(nn.Module):
+    """Makes its result, and what lies in the middle, tensors of that class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).as_subclass(Marked).relu()
+        return self.last(self.mid(x.as_subclass(Tensor)).relu()).as_subclass(Marked)
+
+
+def test_tensors_of_a_class_of_the_users_are_made() -> None:
+    gm = exact(Marks(), torch.randn(2, 4), torch.randn(3, 4))
+    assert type(gm(torch.randn(2, 4))) is Marked
+    copied = pickle.loads(pickle.dumps(gm))
+    assert type(copied(torch.randn(2, 4))) is Marked
+
+
+def test_channels_go_beside_tensors_of_a_class_of_the_users() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    prepared = prepare(Marks(), PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0)), x)
+    assert "a Marked computes in its own way" in str(explain(prepared))
+    step(prepared)
+    small = convert(prepared)
+    assert small.get_parameter("mid.weight").shape == (4, 8)
+    torch.testing.assert_close(small(x), prepared.eval()(x))
+    assert type(small(x)) is Marked

@@ -717,3 +717,15 @@ def test_what_makes_nested_tensors_stays_whole(layout: torch.layout) -> None:
     with pytest.raises(TraceError, match="it makes a nested tensor"):
         trace(model[1], torch.randn(2, 3, 4))
     assert all(module.training for module in model.modules())
+
+
+def test_what_convert_returns_of_an_autograd_function_can_be_prepared_again() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 8), Cubes(), nn.Linear(8, 4)), torch.randn(3, 4)
+    for width in (4, 2):
+        prepared = pdp_fx.prepare(net, PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0)), x)
+        prepared(x).sum().backward()
+        pdp_fx.step(prepared)
+        net = pdp_fx.convert(prepared)
+        assert net.get_parameter("0.weight").shape == (width, 4)
+        torch.testing.assert_close(net(x), prepared.eval()(x))
