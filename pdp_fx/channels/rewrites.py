@@ -343,10 +343,11 @@ def _scale(node: fx.Node, job: Job) -> None:
 
 def _groups(node: fx.Node, job: Job) -> None:
     """Update the groups of a depthwise convolution, one for each channel; other numbers of groups stay."""
-    channels = job.source.value.shape[1] if len(job.source.value.shape) > 1 else 1
+    # Its name ends in the number of the axes behind the channels, as in conv2d.
+    axis = len(job.source.value.shape) - 1 - int(getattr(node.target, "__name__", "").rstrip("d")[-1])
     given: Any = node.args[GROUPS] if len(node.args) > GROUPS else node.kwargs.get("groups", 1)
-    if job.number(given) == channels and job.source.changes(1):
-        groups = job.resized(job.source, 1, given)
+    if job.number(given) == job.source.value.shape[axis] and job.source.changes(axis):
+        groups = job.resized(job.source, axis, given)
     else:
         return
     if len(node.args) > GROUPS:

@@ -29,15 +29,13 @@ def batch_norm(call: Call, flow: LabelFlow) -> None:
     source = call.args[0]
     result = call.result[0]
     read = channel_layer(source, 1, flow, "it lies along an axis that BatchNorm averages over")
-    stored = [axis_layer(tensor, 0, flow) for tensor in call.args[1:5] if isinstance(tensor, Tensor)]
-    known = [layer for layer in stored if layer is not None]
+    given = [tensor for tensor in call.args[1:5] if isinstance(tensor, Tensor)]
     if read is None:
-        for layer in known:
-            flow.freeze(layer.ids, "BatchNorm of values that have no channels")
+        flow.freeze_all(given, "BatchNorm of values that have no channels")
         flow.put(result, ())
         return
-    for layer in known:
-        flow.tie(read.ids.reshape(-1), layer.ids)
+    for tensor in given:
+        _tie_affine(tensor, read, flow)
     affine = [axis_layer(t, 0, flow) for t in call.args[1:3] if isinstance(t, Tensor)]
     scale = [layer for layer in affine if layer is not None]
     ids = read.ids.reshape(-1)
@@ -80,7 +78,7 @@ def channel_statistics(call: Call, flow: LabelFlow) -> None:
             continue
         moved = flow.without(layer, normalised, why)
         if moved is not None:
-            zero = moved.zero & (len(affine) < 2)
+            zero = moved.zero & (not _adds(call))
             kept.append(Layer(moved.ids, zero, (moved,), free=moved.free))
     if not masked:
         flow.freeze_all(affine, why)
@@ -95,9 +93,18 @@ def _keep_even(grid: Tensor, flow: LabelFlow) -> None:
 
 
 def _tie_affine(tensor: Tensor, layer: Layer, flow: LabelFlow) -> None:
+    """Tie what a norm multiplies with, adds or subtracts for each channel to the channels."""
     own = axis_layer(tensor, 0, flow)
     if own is not None:
         flow.tie(own.ids.reshape(-1), layer.ids.reshape(-1))
+    elif tensor.numel() > 1:
+        flow.freeze(layer.ids, "a norm scales or shifts them by values that have no channels")
+
+
+def _adds(call: Call) -> bool:
+    """Whether a norm adds a bias in the end."""
+    place = {aten.native_layer_norm: 3, aten.native_group_norm: 2}.get(call.func.overloadpacket)
+    return place is not None and isinstance(call.args[place], Tensor)
 
 
 def _groups(call: Call) -> int:

@@ -5,9 +5,10 @@
 """
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.fx.node import map_arg
 
 from pdp_fx.tracing.modes import When, function_of
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Form = tuple[str, str | Callable[..., Any], tuple[Any, ...]]
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift eq ne lt le gt ge".split()
@@ -180,6 +183,24 @@ def in_own_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dic
     return {names[name]: value for name, value in kwargs.items() if name != "out" or value is not None}
 
 
+def first_by_position(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments with the first given by position, as in `torch.roll(x, 1)`, if it is given by keyword."""
+    first = None if args else _first_name(function)
+    if first is None or first not in kwargs:
+        return args, kwargs
+    return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+
+
+@functools.cache
+def _first_name(function: Callable[..., Any]) -> str | None:
+    """The name of the first argument of a function of torch; None if it is not known."""
+    if isinstance(function, FunctionType):
+        code = inspect.unwrap(function).__code__
+        return code.co_varnames[0] if code.co_argcount else None
+    firsts = {form.arguments[0].name for form in _forms(name_of(function)) if form.arguments}
+    return "input" if "self" in firsts else None
+
+
 def without_hints(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments without one that says what others say, such as a size that follows from them."""
     repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
@@ -191,9 +212,13 @@ def without_hints(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 @functools.cache
 def _arguments_of(name: str) -> frozenset[str]:
     """The names of the arguments of an aten operation, in all its forms."""
+    return frozenset(argument.name for form in _forms(name) for argument in form.arguments)
+
+
+def _forms(name: str) -> list[torch.FunctionSchema]:
+    """The schemas of an aten operation; none if there is no operation of this name."""
     packet = getattr(torch.ops.aten, name, None)
-    forms = [] if packet is None else [getattr(packet, form)._schema for form in packet.overloads()]
-    return frozenset(argument.name for form in forms for argument in form.arguments)
+    return [] if packet is None else [getattr(packet, form)._schema for form in packet.overloads()]
 
 
 def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:

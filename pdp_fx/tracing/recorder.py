@@ -129,7 +129,8 @@ class Recorder:
         name = functions.name_of(function)
         if name == "register_hook":
             raise UnrecordableError("hooks the gradient of a tensor")
-        kwargs = functions.without_hints(name, args, functions.in_own_names(function, kwargs))
+        args, kwargs = functions.first_by_position(function, args, functions.in_own_names(function, kwargs))
+        kwargs = functions.without_hints(name, args, kwargs)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._by_tensors(args[1]), *args[2:])
         elif name == "new" and len(args) == 2 and isinstance(args[1], torch.Size):

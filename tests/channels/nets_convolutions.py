@@ -323,6 +323,19 @@ class BlurKernelBuffer(nn.Module):
         return self.head(F.conv2d(F.relu(self.stem(x)), self.kernel, padding=1, groups=8))
 
 
+class DepthwiseOneByOne(nn.Module):
+    """A depthwise convolution of one image after the other, without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+        self.kernel = nn.Parameter(torch.randn(8, 1, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(torch.stack([F.conv2d(input=each, weight=self.kernel, groups=8) for each in x]))
+
+
 class CrossCorrelation(nn.Module):
     """Each image is convolved with a kernel of its own, channel by channel (Siamese trackers)."""
 
@@ -478,6 +491,7 @@ class ChannelsAsExamples(nn.Module):
 
 
 CONVOLUTIONS = (
+    Construct(DepthwiseOneByOne, images(), removed=8, batches=False),
     Construct(ConvBnRelu, images(), removed=4),
     Construct(ConvBias, images(), removed=4),
     Construct(LogSigmoidBeforeConv, images(), removed=4),

@@ -387,7 +387,45 @@ class StdOfPairs(NormOfStd):
         return (pairs / (1 + pairs.std(-1, keepdim=True))).flatten(-2)
 
 
+class NormOfPixels(nn.Module):
+    """A norm runs over pixels and adds a bias without a weight: channels of zeros do not stay zeros."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 5, 1)
+        self.bias = nn.Parameter(torch.randn(8))
+        self.scale, self.shift = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.register_buffer("mean", torch.randn(8))
+        self.register_buffer("variance", torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(F.relu(self.stem(x))))
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), None, self.bias)
+
+
+class GroupNormScaledTogether(NormOfPixels):
+    """What scales channels is a softmax over them."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, 1, self.scale.softmax(0), self.shift)
+
+
+class BatchNormScaledTogether(NormOfPixels):
+    """What shifts channels is a running sum over them."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, self.scale, self.shift.cumsum(0))
+
+
 NORMS = (
+    Construct(NormOfPixels, signals(), removed=4),
+    Construct(GroupNormScaledTogether, signals(), reason="scales or shifts", through_norms=True),
+    Construct(BatchNormScaledTogether, signals(), reason="scales or shifts"),
     Construct(NormOfStd, sequences(), removed=4),
     Construct(NormOfBiasedVar, sequences(), removed=4),
     Construct(NormOfVarOfAll, sequences(), removed=4),

@@ -104,7 +104,29 @@ class ScoredByVector(nn.Module):
         return self.head(x) * torch.tanh(x @ self.vector)[:, None]
 
 
+class FirstByKeyword(nn.Module):
+    """Functions that move channels are given what they move by its keyword."""
+
+    order: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.register_buffer("order", torch.tensor([1, 0, 3, 2, 5, 4, 7, 6]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.roll(input=self.stem(x), shifts=1, dims=-1)
+        x = torch.index_select(input=x, dim=2, index=self.order)
+        x = torch.unflatten(input=x, dim=2, sizes=(2, 4)).flatten(2)
+        first, last = torch.split(tensor=x, split_size_or_sections=4, dim=2)
+        x = torch.cat(tensors=(last, F.pad(input=first, pad=(0, 4))[..., :4]), dim=2)
+        copies = torch.tile(input=x[..., :1], dims=(1, 1, 8))
+        twice = torch.repeat_interleave(input=x[..., :1], repeats=8, dim=2)
+        return self.head(x * copies.sigmoid() * twice.sigmoid())
+
+
 SLICES = (
+    Construct(FirstByKeyword, sequences(), removed=4),
     Construct(RunningSums, sequences(), removed=4),
     Construct(RunningLogSums, sequences(), removed=4),
     Construct(LargestTokens, sequences(), removed=4),
