@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pdp_fx.ops.select import smallest
 from pdp_fx.ops.threshold import compute_dtype
 from pdp_fx.policy import MaskPolicy, MaskSite
-from pdp_fx.sharding import refuse_no_whole
+from pdp_fx.sharding import refuse_not_whole
 
 
 class ChannelPolicy(MaskPolicy):
@@ -58,7 +58,7 @@ class ChannelPolicy(MaskPolicy):
     def forward(self, *weights: Tensor) -> Tensor:
         """Return the mask, shape (width,)."""
         for weight in weights:
-            refuse_no_whole(weight)
+            refuse_not_whole(weight)
         if self.copies and self.training:
             weights = tuple(weight.clone() for weight in weights)
         return self.soft(*weights) if self.training else self.hard(*weights)

@@ -25,7 +25,7 @@ from pdp_fx.ops.nm import nm_pruned
 from pdp_fx.ops.ranking import Ranking
 from pdp_fx.ops.select import readable, smallest
 from pdp_fx.schedule import Schedule
-from pdp_fx.sharding import refuse_no_whole
+from pdp_fx.sharding import refuse_not_whole
 from pdp_fx.softness import Softness
 
 UNSET = -1
@@ -235,7 +235,7 @@ class WeightPolicy(MaskPolicy):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the weight that the layer uses, in the shape and dtype of ``weight``."""
-        refuse_no_whole(weight)
+        refuse_not_whole(weight)
         return self.soft(weight) if self.training else self.hard(weight)
 
     @abstractmethod

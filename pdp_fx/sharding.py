@@ -95,7 +95,7 @@ def refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def refuse_no_whole(weight: Tensor | fx.Proxy) -> None:
+def refuse_not_whole(weight: Tensor | fx.Proxy) -> None:
     """Refuse to rank a part of a weight as if it were the whole, and what stands for one in `fx`."""
     if torch.compiler.is_compiling():
         return

@@ -195,8 +195,8 @@ def first_by_position(function: Callable[..., Any], args: Args, kwargs: Kwargs) 
 def _first_name(function: Callable[..., Any]) -> str | None:
     """The name of the first argument of a function of torch; None if it is not known."""
     if isinstance(function, FunctionType):
-        code = inspect.unwrap(function).__code__
-        return code.co_varnames[0] if code.co_argcount else None
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return code.co_varnames[0] if code is not None and code.co_argcount else None
     firsts = {form.arguments[0].name for form in _forms(name_of(function)) if form.arguments}
     return "input" if "self" in firsts else None
 
