@@ -173,7 +173,8 @@ def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) ->
     Raises:
         TraceError: it is the model itself, or the part was kept whole before.
     """
-    whole, source = err.whole or Whole(""), err.source or source_of(err)
+    whole = err.whole or Whole("")
+    source = err.source or source_of(err, type(model.get_submodule(whole.path)).forward)
     if whole == Whole("") or whole in findings.tried:
         name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
         raise TraceError(

@@ -69,7 +69,14 @@ def line_of(function: Callable[..., object]) -> str:
     return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
 
 
-def source_of(err: BaseException) -> str:
-    """The innermost line outside torch and pdp_fx that an error came through, as `file.py:line`."""
+def source_of(err: BaseException, function: Callable[..., object] | None = None) -> str:
+    """The innermost line outside torch and pdp_fx that an error came through, as `file.py:line`.
+
+    Args:
+        err: the error.
+        function: the one to blame if there is no such line.
+    """
     lines = [f for f in traceback.extract_tb(err.__traceback__) if is_users(f.filename)]
-    return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else "no user code"
+    if lines:
+        return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}"
+    return (function and line_of(function)) or "no user code"
