@@ -323,7 +323,39 @@ class CellByCell(Hidden):
         return self.head(last)
 
 
+class OneStepAlone(Hidden):
+    """A cell that is called once, without a first state."""
+
+    def make(self) -> nn.Module:
+        return nn.RNNCell(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x[:, 0]))
+
+
+class OneStepOfLayer(Hidden):
+    """A layer that goes through one token only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x[:, :1])[0])
+
+
+class OneStepFromElsewhere(Hidden):
+    """A cell that is called once, with states that two layers have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def make(self) -> nn.Module:
+        return nn.LSTMCell(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x[:, 0], (self.first(x[:, 1]), self.second(x[:, 2])))[0])
+
+
 STATES = (
+    *(OneStepAlone, OneStepOfLayer, OneStepFromElsewhere),
     *(FromZeros, FromLearned, FromItsFeatures, Decoded, BothWays, SumOfWays, LastOfPacked, Attended),
     CellByCell,
 )
@@ -342,7 +374,7 @@ def test_states_are_removed(kind: type[Hidden]) -> None:
     for name, module in small.named_modules():
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             assert module.hidden_size == 4, name
-            assert all(each.shape[0] in (12, 16) for each in module.parameters()), name
+            assert all(each.shape[0] in (4, 12, 16) for each in module.parameters()), name
 
 
 class GivenStates(Hidden):

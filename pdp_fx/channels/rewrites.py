@@ -165,6 +165,13 @@ def _places_fit(node: fx.Node, record: Record) -> bool:
     return not given_varying(node, record)
 
 
+def _narrow_fits(node: fx.Node, record: Record) -> bool:
+    """Fits if the start is a number that is the same at every call."""
+    (start,) = _arguments(node, 2, ("start",), 1)
+    known = isinstance(start, int) or getattr(start, "name", "") in record.numbers
+    return known and _places_fit(node, record)
+
+
 def _roll_fits(node: fx.Node, record: Record) -> bool:
     """Fits if the axes are named and `_reorder_fits`."""
     return _arguments(node, 2, ("dims",), 1)[0] is not None and _reorder_fits(node, record)
@@ -360,7 +367,7 @@ _SIZES, _FILLED = Rewrite(_method_sizes), Rewrite(_filled_sizes)
 _SPLIT = Rewrite(_split, _places_fit, _chosen_varies)
 _VIEW = Rewrite(_method_sizes, varies=_view_varies)
 _NARROW, _PAD, _UNFLATTEN = (
-    Rewrite(_narrow, _places_fit, _chosen_varies),
+    Rewrite(_narrow, _narrow_fits, _chosen_varies),
     Rewrite(_pad, _pad_fits, _padding_varies),
     Rewrite(_unflatten, varies=_unflatten_varies),
 )

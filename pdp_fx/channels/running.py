@@ -12,6 +12,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
+from pdp_fx.channels.labels import Slot
 from pdp_fx.channels.record import Labelled, stored
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
@@ -77,10 +78,36 @@ class _FlowInterpreter(Interpreter):
             return self.run_unseen(node)
         if function_of(node) in (torch.broadcast_tensors, torch.meshgrid):
             self.meet(node)
-        if node.op == "call_module" and isinstance(self.fetch_attr(str(node.target)), nn.LSTM):
-            with unfused_recurrence():
-                return super().run_node(node)
-        return super().run_node(node)
+        module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        unfused = unfused_recurrence if isinstance(module, nn.LSTM) else contextlib.nullcontext
+        with unfused():
+            result = super().run_node(node)
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            self.bind_state(str(node.target), module)
+        return result
+
+    def bind_state(self, path: str, module: nn.Module) -> None:
+        """Tie what a recurrent module makes to what it reads as its state, which one step does not show.
+
+        Args:
+            path: the module's name.
+            module: a layer or a cell, which has one number of channels for both.
+        """
+
+        def labels(weight: str, axis: int) -> Tensor | None:
+            return self.flow.record.slots.get(Slot(f"{path}.{weight}", axis))
+
+        for name in module._parameters:
+            projection = name.replace("weight_hh", "weight_hr")
+            if not name.startswith("weight_hh"):
+                continue
+            rows, state, made = labels(name, 0), labels(name, 1), labels(name, 1)
+            if projection in module._parameters:
+                made, inner = labels(projection, 1), labels(projection, 0)
+                if state is not None and inner is not None:
+                    self.flow.bind(state, inner)
+            if rows is not None and made is not None:
+                self.flow.bind(rows.reshape(-1, made.numel()), made)
 
     def meet(self, node: fx.Node) -> None:
         """Tie or freeze the tensors that a node is given, each of which it computes with alone.

@@ -43,9 +43,10 @@ def _placed(parts: list[Any], rank: int) -> list[tuple[int, int]]:
 def subscript_fits(node: fx.Node, record: Record) -> bool:
     """Fits numbers, slices, and at most one list of indices; picked channels must have distinct labels.
 
-    Several lists, such as the numbers of images and of points in them, fit along axes without channels, if
-    of the channels nothing is chosen. Assigning to picked channels does not fit: without a result, its labels
-    cannot say what was picked. A slice of channels that leaves gaps becomes a list.
+    Several lists, such as the numbers of images and of points in them, or a tensor of one number, fit along
+    axes without channels, if of the channels nothing is chosen. Assigning to picked channels does not fit:
+    without a result, its labels cannot say what was picked. A slice of channels that leaves gaps becomes a
+    list.
     """
     source = node.args[0]
     values = record.values_of(source)
@@ -59,7 +60,7 @@ def subscript_fits(node: fx.Node, record: Record) -> bool:
     labelled = frozenset[int]().union(*(layer.support for layer in layers))
     placed = [(parts[place], axis) for place, axis in _placed(parts, rank)]
     lists = [part for part, axis in placed if _is_list(part, record) or (_picks(part) and axis in labelled)]
-    if len(lists) > 1:
+    if len(lists) > 1 or any(_is_single(part, record) for part, _ in placed):
         whole = not any(axis in labelled and _chooses(part) for part, axis in placed)
         return whole and not any(_is_wide_mask(part, record) for part in parts)
     if _fills_where(node, record):
@@ -78,6 +79,11 @@ def _is_wide_mask(part: Any, record: Record) -> bool:
 def _is_list(part: Any, record: Record) -> bool:
     """Whether a part of a subscript picks several places by their numbers or by a mask."""
     return _is_index(part) or _is_tensor(part, record)
+
+
+def _is_single(part: Any, record: Record) -> bool:
+    """Whether a part of a subscript is a tensor without axes, which takes the place of a number."""
+    return _is_tensor(part, record) and any(value.shape == () for value in record.values.get(part.name, ()))
 
 
 def varying_axes(node: fx.Node, record: Record) -> frozenset[int]:

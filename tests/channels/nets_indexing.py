@@ -398,7 +398,29 @@ class ChannelsByNumPy(nn.Module):
         return self.outer(self.inner(x)[:, self.tokens][..., self.channels].relu())
 
 
+class OneNumber(nn.Module):
+    """A tensor of one number, instead of a number, says which token, which channel and from where on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.mid(x[:, torch.tensor(2), ::2].repeat(1, 2) + x.narrow(1, torch.tensor(1), 1)[:, 0])
+        return self.head(x * x[:, torch.tensor(3), None].sigmoid())
+
+
+class OneNumberOfTokens(OneNumber):
+    """It says which token only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mid(self.stem(x)[:, torch.tensor(2)]))
+
+
 INDEXING = (
+    Construct(OneNumber, sequences(), reason="sizes or positions"),
+    Construct(OneNumberOfTokens, sequences(), removed=8),
     Construct(Messages, sequences(), removed=11),
     Construct(MessagesInPlace, sequences(), removed=11),
     Construct(MessagesScattered, sequences(), removed=11),

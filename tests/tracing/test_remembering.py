@@ -1,6 +1,5 @@
 """What a model keeps from one call to its next outside its buffers."""
 
-import inspect
 import itertools
 
 import pytest
@@ -150,12 +149,11 @@ class Grows(nn.Module):
 def test_a_module_that_adds_a_buffer_is_kept_whole() -> None:
     model = Around(Grows())
     gm = exact(model, torch.randn(2, 3, 4))
-    line = inspect.getsourcelines(Grows.forward)[1]
-    assert f"run before tracing would have added (test_remembering.py:{line})" in opaque(gm)["inner"]
+    assert "adds a buffer table in its forward" in opaque(gm)["inner"]
     for length in (3, 5, 2):
         x = torch.randn(2, length, 4)
         assert torch.equal(gm(x), model(x))
-    with pytest.raises(TraceError, match="adds a buffer table in its forward, which a run before"):
+    with pytest.raises(TraceError, match=r"adds a buffer table .* added \(test_remembering.py:\d+\)"):
         trace(Grows(), torch.randn(2, 3, 4))
     warm = Grows()
     warm(torch.randn(2, 3, 4))
