@@ -23,7 +23,17 @@ from torch.fx.node import _get_qualified_name, map_aggregate
 from pdp_fx.naming import free_name
 from pdp_fx.ops.data import data_of
 from pdp_fx.tracing.modes import called_modules
-from pdp_fx.tracing.objects import Apply, Bound, Build, DrawNumber, Fill, Held, MethodOf, join_methods
+from pdp_fx.tracing.objects import (
+    Apply,
+    AsSubclass,
+    Bound,
+    Build,
+    DrawNumber,
+    Fill,
+    Held,
+    MethodOf,
+    join_methods,
+)
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
@@ -53,6 +63,9 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node, places: Mapping[str, str])
         node.target = _named(partial(node.target.kind.apply), node.target.__name__)
     elif isinstance(node.target, Bound):
         method = getattr(node.target.thing, node.target.method)
+        node.target = _named(partial(method), node.target.__name__)
+    elif isinstance(node.target, AsSubclass):
+        method = operator.methodcaller("as_subclass", node.target.kind)
         node.target = _named(partial(method), node.target.__name__)
     elif isinstance(node.target, Held):
         node.target = _named(partial(operator.itemgetter(0), (node.target.thing,)), node.target.__name__)

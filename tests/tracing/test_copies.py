@@ -148,11 +148,14 @@ def test_tensors_of_a_class_of_the_users_are_made() -> None:
 
 def test_channels_go_beside_tensors_of_a_class_of_the_users() -> None:
     torch.manual_seed(0)
-    x = torch.randn(2, 4)
-    prepared = prepare(Marks(), PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0)), x)
-    assert "a Marked computes in its own way" in str(explain(prepared))
-    step(prepared)
-    small = convert(prepared)
-    assert small.get_parameter("mid.weight").shape == (4, 8)
-    torch.testing.assert_close(small(x), prepared.eval()(x))
-    assert type(small(x)) is Marked
+    net, x = Marks(), torch.randn(2, 4)
+    for width in (4, 2):
+        prepared = prepare(net, PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0)), x)
+        assert "a Marked computes in its own way" in str(explain(prepared))
+        step(prepared)
+        net = convert(prepared)
+        assert net.get_parameter("mid.weight").shape == (width, 8)
+        torch.testing.assert_close(net(x), prepared.eval()(x))
+        written = pickle.dumps(net)
+        assert b"pdp_fx" not in written
+        assert type(pickle.loads(written)(x)) is Marked
