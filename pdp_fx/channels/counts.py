@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.kept import Kept, placed_before, scaled
-from pdp_fx.channels.labels import from_front
+from pdp_fx.channels.labels import first_line, from_front
 from pdp_fx.channels.record import Labelled, Record
 from pdp_fx.tracing.functions import NUMBER_HOMES
 
@@ -180,7 +180,7 @@ def is_arithmetic(node: fx.Node) -> bool:
 
 def is_fixed(value: Labelled, axis: int) -> bool:
     """Whether an axis holds channels, each once, so that its size is the same at every call."""
-    lines = [_line(layer.ids, axis) for layer in value.layers if axis in layer.support]
+    lines = [first_line(layer.ids, axis).numpy() for layer in value.layers if axis in layer.support]
     return any(len(np.unique(line)) == line.size for line in lines)
 
 
@@ -233,18 +233,14 @@ def _cuts_or_copies(node: fx.Node, record: Record) -> bool:
 
 def _line_along(value: Labelled, axis: int) -> np.ndarray | None:
     """The labels along an axis, or None if it has none or those of several layers."""
-    lines = [_line(layer.ids, axis) for layer in value.layers if axis in layer.support]
+    lines = [first_line(layer.ids, axis).numpy() for layer in value.layers if axis in layer.support]
     return lines[0] if len(lines) == 1 else None
 
 
 def _is_even(value: Labelled, axis: int) -> bool:
     """Whether all channels along an axis, if there are any, occur equally often."""
-    lines = (_line(layer.ids, axis) for layer in value.layers if axis in layer.support)
+    lines = (first_line(layer.ids, axis).numpy() for layer in value.layers if axis in layer.support)
     return all(len(set(np.unique(line, return_counts=True)[1])) == 1 for line in lines)
-
-
-def _line(ids: Any, axis: int) -> np.ndarray:
-    return ids.movedim(axis, 0).flatten(1)[:, 0].numpy() if ids.ndim > 1 else ids.numpy()
 
 
 def _is_product(node: fx.Node) -> bool:

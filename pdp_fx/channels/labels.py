@@ -136,6 +136,11 @@ def shaped(vector: Tensor, axis: int, ndim: int) -> Tensor:
     return vector.reshape(shape)
 
 
+def first_line(ids: Tensor, axis: int) -> Tensor:
+    """The labels along one axis at the first place of all others, shape (size of the axis,)."""
+    return ids.movedim(axis, 0).reshape(ids.shape[axis], -1)[:, 0]
+
+
 def is_between_others(line: Tensor) -> bool:
     """Whether labels repeat one by one and as a whole: what lies before and behind them is on their axis."""
     values, counts = torch.unique_consecutive(line, return_counts=True)

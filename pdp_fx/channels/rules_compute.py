@@ -18,6 +18,7 @@ from pdp_fx.channels.rules_pointwise import put_sum
 aten = torch.ops.aten
 
 SWEPT = "it lies along an axis that a convolution sweeps"
+BETWEEN = "it lies along both axes of a matrix"
 KERNELS = "it lies along another axis of a convolution's weight than those of channels"
 
 
@@ -238,9 +239,7 @@ def _multiply(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None,
     """Contract the columns of the left operand with the rows of the right one."""
     left, right = operands
     for operand in operands:
-        for layer in flow.layers(operand):
-            if len(layer.support) > 1:
-                flow.freeze(layer.ids, "it lies along both axes of a matrix")
+        keep_others(operand, flow, BETWEEN)
     read, columns = axis_layer(left, 1, flow), axis_layer(right, 0, flow)
     count_product(left, right, (read, columns), flow)
     consume(read, columns, flow)
@@ -279,7 +278,7 @@ def grouped_product(call: Call, flow: LabelFlow) -> None:
     layers = flow.all_without(flow.layers(weight), frozenset({0}), "rows of data choose among these matrices")
     for layer in layers:
         if len(layer.support) > 1:
-            flow.freeze(layer.ids, "it lies along both axes of a matrix")
+            flow.freeze(layer.ids, BETWEEN)
     if call.func.namespace == "aten":
         read_rows = [] if read is None else [read]
         flow.record.aligned += [layer.ids.reshape(-1).numpy() for layer in (*layers, *read_rows)]
@@ -305,9 +304,7 @@ def addmv(call: Call, flow: LabelFlow) -> None:
 def _times_vector(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None, flow: LabelFlow) -> None:
     """Contract the columns of a matrix with a vector."""
     matrix, vector = operands
-    for layer in flow.layers(matrix):
-        if len(layer.support) > 1:
-            flow.freeze(layer.ids, "it lies along both axes of a matrix")
+    keep_others(matrix, flow, BETWEEN)
     consume(axis_layer(matrix, 1, flow), axis_layer(vector, 0, flow), flow)
     made = _produce(axis_layer(matrix, 0, flow), matrix, vector, None, flow)
     weight, data = (vector, matrix) if vector in flow.stored else (matrix, vector)

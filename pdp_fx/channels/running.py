@@ -98,14 +98,13 @@ class _FlowInterpreter(Interpreter):
             return self.flow.record.slots.get(Slot(f"{path}.{weight}", axis))
 
         for name in module._parameters:
-            projection = name.replace("weight_hh", "weight_hr")
             if not name.startswith("weight_hh"):
                 continue
-            rows, state, made = labels(name, 0), labels(name, 1), labels(name, 1)
-            if projection in module._parameters:
-                made, inner = labels(projection, 1), labels(projection, 0)
-                if state is not None and inner is not None:
-                    self.flow.bind(state, inner)
+            rows, state = labels(name, 0), labels(name, 1)
+            made, projected = state, labels(name.replace("hh", "hr"), 0)
+            if state is not None and projected is not None:
+                made = labels(name.replace("hh", "hr"), 1)
+                self.flow.bind(state, projected)
             if rows is not None and made is not None:
                 self.flow.bind(rows.reshape(-1, made.numel()), made)
 

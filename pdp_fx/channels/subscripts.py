@@ -9,6 +9,7 @@ import numpy as np
 from torch import fx
 
 from pdp_fx.channels.kept import Kept, are_distinct
+from pdp_fx.channels.labels import first_line
 from pdp_fx.channels.record import Record
 from pdp_fx.channels.resizing import Job
 from pdp_fx.channels.written_sizes import hold_to_size
@@ -211,7 +212,7 @@ def chosen(job: Job, axis: int, at: int) -> list[int]:
     found = next((ids for ids in layers if place_of.keys() >= set(ids.reshape(-1).tolist())), None)
     if found is None:
         return []
-    line = found.movedim(at, 0).reshape(found.shape[at], -1)[:, 0].expand(result.value.shape[at]).tolist()
+    line = first_line(found, at).expand(result.value.shape[at]).tolist()
     left = result.stays.get(at, np.ones(len(line), dtype=bool))
     rank = np.cumsum(job.source.stays[axis]) - 1
     return [int(rank[place_of[label]]) for label, stays in zip(line, left, strict=True) if stays]

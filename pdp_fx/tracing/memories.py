@@ -22,14 +22,14 @@ from torch import nn
 
 from pdp_fx.tracing.arguments import leaves
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries, is_of_torch, replaced
+from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.sizes import Live
 from pdp_fx.tracing.structure import OF_TORCH
 
 _Memory = functools._lru_cache_wrapper
 
 _NOT_THEIRS = (torch.__name__, __name__.partition(".")[0])
-"""Packages whose cached functions never get live numbers."""
+"""Packages whose cached functions and methods never get live numbers."""
 
 DEPTH = 3
 """How many decorators around each other are searched."""
@@ -112,9 +112,9 @@ def _holding(cell: CellType, value: object) -> Generator[None, None, None]:
 
 
 def _classes(model: nn.Module) -> set[type]:
-    """The classes of the model's modules and those that they are derived from, but for torch's."""
+    """The classes of the model's modules and those that they are derived from, but for `_NOT_THEIRS`."""
     kinds = {owner for kind in {type(part) for part in model.modules()} for owner in kind.__mro__}
-    return {kind for kind in kinds if not is_of_torch(kind.__module__)}
+    return {kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_THEIRS}
 
 
 def _found_in(contents: Mapping[str, Any]) -> _Memories:

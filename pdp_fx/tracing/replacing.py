@@ -82,10 +82,5 @@ def namespaces(kinds: Iterable[type], of_torch: bool = True) -> list[dict[str, A
     return [
         names
         for names in {id(each): each for each in found}.values()
-        if of_torch or not is_of_torch(str(names.get("__name__", "")))
+        if of_torch or str(names.get("__name__", "")).partition(".")[0] != "torch"
     ]
-
-
-def is_of_torch(module_name: str) -> bool:
-    """Whether a Python module, by its name, is one of torch."""
-    return module_name == "torch" or module_name.startswith("torch.")
