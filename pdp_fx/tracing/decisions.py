@@ -11,7 +11,7 @@ import ast
 import inspect
 import operator
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -20,7 +20,16 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.dtypes import is_read, names_given, reading_frame
-from pdp_fx.tracing.expressions import Located, attribute_read, definition, expression_at, names_in, only_says
+from pdp_fx.tracing.expressions import (
+    Located,
+    attribute_read,
+    attributes_in,
+    definition,
+    expression_at,
+    names_in,
+    only_says,
+    root_name,
+)
 from pdp_fx.tracing.settings import HELD, Question, Setting
 from pdp_fx.tracing.source import is_users, source_line, user_frame
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Value, is_input
@@ -72,6 +81,7 @@ class _Use:
         frame: the frame that computes it; None if none does yet.
         mine: what it gives.
         depth: through how many variables it got there.
+        held: whether the expression is something that holds it, such as a list.
     """
 
     name: str
@@ -80,6 +90,7 @@ class _Use:
     frame: FrameType | None
     mine: _Operand
     depth: int = 0
+    held: bool = False
 
     @property
     def node(self) -> ast.AST:
@@ -92,7 +103,7 @@ class _Use:
         return next(each for each in reversed(self.located.parents) if not isinstance(each, _AROUND))
 
 
-_AROUND = ast.Tuple | ast.List | ast.keyword
+_AROUND = ast.Tuple | ast.List | ast.Set | ast.Dict | ast.ListComp | ast.SetComp | ast.DictComp | ast.keyword
 """What may lie between an expression and what uses it."""
 
 
@@ -131,6 +142,11 @@ class Decisions:
         answer = _Operand(Expr(torch.result_type, (tensor, other)), dtype, is_cast=True)
         self._insist("torch.result_type", tensor, answer)
 
+    def note_kept(self, reads: Iterable[tuple[torch.dtype, Value]]) -> None:
+        """Note that a call is given a dtype that may be that of one of these tensors, and has been kept."""
+        for dtype, value in reads:
+            self._insist(f"a dtype that was kept, {dtype}", value, _read("dtype", dtype, value))
+
     def _insist(self, said: str, tensor: Value, decision: _Operand) -> None:
         """Add a check that a decision is what it is now, or else that autocast is on, if that is the same."""
         findings, line, value, found = self._recorder.findings, source_line(), decision.value, decision.found
@@ -146,7 +162,7 @@ class Decisions:
     def _decision(self, use: _Use) -> _Operand:
         """The answer of a comparison, or what is read itself if it is used in another way."""
         sides, kind = _sides(use), _kind(use.parent)
-        if sides is None or kind not in _ANSWERS:
+        if use.held or sides is None or kind not in _ANSWERS:
             return use.mine
         is_left = sides[0] is use.node
         other = self._other(sides[is_left], use)
@@ -219,11 +235,52 @@ def _decisions(use: _Use) -> Iterator[_Use]:
         yield from _named(use, names, use.located.function)
     else:
         yield from _deciding(use, parent)
+        yield from _held(use)
+
+
+def _held(use: _Use) -> Iterator[_Use]:
+    """Where something is decided by what an expression is put into, or by the attribute that has it."""
+    statement = next((each for each in reversed(use.located.parents) if isinstance(each, ast.stmt)), None)
+    if not isinstance(statement, ast.Assign) or not _only_holds(use.node, statement.value):
+        return
+    for target in statement.targets:
+        kept = replace(use, held=use.held or not isinstance(target, ast.Attribute))
+        if root_name(target):
+            yield from _named(kept, frozenset([root_name(target)]), use.located.function)
+        elif isinstance(target, ast.Attribute) and target.attr != "dtype" and use.frame is not None:
+            for located in attributes_in(use.frame.f_code.co_filename).get(target.attr, ()):
+                yield from _decisions(replace(kept, located=located, depth=use.depth + 1))
+
+
+def _taken(located: Located) -> Located:
+    """The expression that takes something out of a container, as `kept[0]` or `kept.get("a")`."""
+    taken = next(each for each in reversed(located.parents) if isinstance(each, ast.Subscript | ast.Call))
+    return Located(taken, located.parents[: located.parents.index(taken)])
+
+
+def _only_holds(node: ast.AST, value: ast.expr) -> bool:
+    """Whether a value is an expression, or a list, a dict or the like with it."""
+    if node is value:
+        return True
+    match value:
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts) | ast.Dict(values=parts):
+            pass
+        case ast.ListComp(elt=part) | ast.SetComp(elt=part) | ast.DictComp(value=part):
+            parts = [part]
+        case ast.Call(func=ast.Name(id="dict" | "list" | "set" | "tuple")):
+            parts = [*value.args, *(keyword.value for keyword in value.keywords)]
+        case _:
+            parts = []
+    return any(_only_holds(node, part) for part in parts)
 
 
 def _deciding(use: _Use, parent: ast.AST) -> Iterator[_Use]:
     """Where something is decided by an expression as a part of another; None is no dtype and no device."""
     match parent:
+        case ast.Subscript(value=whole) | ast.Attribute(value=whole, attr="get") if (
+            use.held and whole is use.node
+        ):
+            yield from _decisions(replace(use, located=_taken(use.located)))
         case ast.Attribute() if use.name == "type":
             yield use
         case ast.Attribute():

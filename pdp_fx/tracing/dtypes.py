@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing.expressions import Located, attribute_read, expression_at
+from pdp_fx.tracing.kept_dtypes import gives_kept
 from pdp_fx.tracing.source import is_ours, runs_models, user_frame
 from pdp_fx.tracing.steps import Expr, Value
 
@@ -35,6 +36,7 @@ class Dtypes:
 
     def __init__(self) -> None:
         self._reads: deque[_Read] = deque(maxlen=256)
+        self._told: dict[int, _Read] = {}
 
     def note(self, dtype: torch.dtype, value: Value, step: int) -> None:
         """Note that the model reads the dtype of a tensor.
@@ -59,6 +61,19 @@ class Dtypes:
         frames = {id(frame), id(user_frame(named))}
         found = {dtype: self._latest(dtype, frames, step) for dtype in wanted}
         return {dtype: Expr(getattr, (value, "dtype")) for dtype, value in found.items() if value is not None}
+
+    def kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.dtype, Value]]:
+        """The reads that the dtypes among the arguments of the current call may be from, if they were kept.
+
+        They come with the dtype that was read, and each only once in a recording.
+        """
+        wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
+        found = {id(read.value): read for read in self._reads if read.dtype in wanted}
+        if not any(map(_is_given_kept, {read.dtype for read in found.values()})):
+            return []
+        new = {key: read for key, read in found.items() if key not in self._told}
+        self._told |= new
+        return [(read.dtype, read.value) for read in new.values()]
 
     def _latest(self, dtype: torch.dtype, frames: set[int], step: int) -> Value | None:
         for read in reversed(self._reads):
@@ -90,6 +105,18 @@ def _naming_frame() -> FrameType | None:
                 return None
         frame = frame.f_back
     return None
+
+
+def _is_given_kept(dtype: torch.dtype) -> bool:
+    """Whether the innermost call is given a dtype that the model's code may have read and kept."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not runs_models(frame):
+        if not _is_between(frame.f_code.co_filename):
+            found = gives_kept(dtype, frame)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return False
 
 
 def _is_between(filename: str) -> bool:
@@ -158,6 +185,8 @@ def _ways(expression: ast.expr) -> list[ast.expr]:
     """The expressions that one may choose; itself if it does not choose."""
     if isinstance(expression, ast.IfExp):
         return [*_ways(expression.body), *_ways(expression.orelse)]
+    if isinstance(expression, ast.BoolOp):
+        return [way for value in expression.values for way in _ways(value)]
     return [expression]
 
 

@@ -48,7 +48,7 @@ def _span(frame: FrameType, at: int) -> Span:
 
 
 @lru_cache(maxsize=64)
-def _tree(filename: str) -> ast.Module:
+def syntax_tree(filename: str) -> ast.Module:
     """The syntax tree of a file; empty if there is none."""
     try:
         return ast.parse("".join(linecache.getlines(filename)))
@@ -59,7 +59,7 @@ def _tree(filename: str) -> ast.Module:
 @lru_cache(maxsize=256)
 def definition(code: CodeType) -> ast.FunctionDef | None:
     """The definition of the function that a code object belongs to, or None if there is no source."""
-    for node in ast.walk(_tree(code.co_filename)):
+    for node in ast.walk(syntax_tree(code.co_filename)):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
             lines = (each.lineno for each in (node, *node.decorator_list))
             if code.co_firstlineno in lines:
@@ -78,9 +78,19 @@ def names_in(function: ast.FunctionDef) -> dict[str, list[Located]]:
 
 
 @lru_cache(maxsize=64)
+def attributes_in(filename: str) -> dict[str, list[Located]]:
+    """Where the code of a file reads attributes, by their names."""
+    found: dict[str, list[Located]] = {}
+    for located in _expressions(syntax_tree(filename)):
+        if isinstance(located.node, ast.Attribute) and isinstance(located.node.ctx, ast.Load):
+            found.setdefault(located.node.attr, []).append(located)
+    return found
+
+
+@lru_cache(maxsize=64)
 def _by_span(filename: str) -> dict[Span, Located]:
     found: dict[Span, Located] = {}
-    for located in _expressions(_tree(filename)):
+    for located in _expressions(syntax_tree(filename)):
         node = located.node
         found[node.lineno, node.end_lineno, node.col_offset, node.end_col_offset] = located
     return found
@@ -149,13 +159,13 @@ def multiplies_sizes(frame: FrameType) -> bool:
     names = {target.id for target in targets if isinstance(target, ast.Name)}
     scope = located.function or parents[0]
     return bool(names) and any(
-        isinstance(each, ast.Attribute) and each.attr == "numel" and _root(each.value) in names
+        isinstance(each, ast.Attribute) and each.attr == "numel" and root_name(each.value) in names
         for each in ast.walk(scope)
     )
 
 
-def _root(value: ast.expr) -> str:
-    """The name whose part an expression is, as in `shape[1:][0]`."""
+def root_name(value: ast.expr) -> str:
+    """The variable that an expression is or is a part of, as in `shape[1:][0]`; empty if it is neither."""
     while isinstance(value, ast.Subscript):
         value = value.value
     return value.id if isinstance(value, ast.Name) else ""

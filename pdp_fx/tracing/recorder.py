@@ -384,6 +384,8 @@ class Recorder:
     def step(self, op: str, target: Any, args: Args, kwargs: Mapping[str, Any]) -> Step:
         """A step with its arguments encoded as values; it is not yet part of the recording."""
         dtypes = self.dtypes.followed(args, dict(kwargs), len(self.steps))
+        if not dtypes:
+            self.decisions.note_kept(self.dtypes.kept(args, dict(kwargs)))
         encoded = tuple(self._encode(arg, dtypes) for arg in args)
         named = {key: self._encode(arg, dtypes) for key, arg in kwargs.items()}
         return Step(op, target, encoded, named, self.scope, source_line(), recomputed=self._recomputed)

@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +179,84 @@ def got(x: Tensor, weight: Tensor) -> Tensor:
     return (x.abs() if getattr(x, "dtype") == torch.float64 else x) * weight  # noqa: B009 models write it so
 
 
+def of_an_attribute(x: Tensor, weight: Tensor) -> Tensor:
+    kept = SimpleNamespace()
+    kept.kind = x.dtype
+    return (x if kept.kind == torch.float32 else x.abs()) * weight
+
+
+def of_a_list(x: Tensor, weight: Tensor) -> Tensor:
+    kinds = [x.dtype, weight.dtype]
+    return (x if kinds[0] == torch.float32 else x.abs()) * weight
+
+
+def of_a_set(x: Tensor, weight: Tensor) -> Tensor:
+    return (x if {part.dtype for part in (x, weight)} == {torch.float32} else x.abs()) * weight
+
+
+def of_a_dict(x: Tensor, weight: Tensor) -> Tensor:
+    kinds = {"x": x.dtype, "weight": weight.dtype}
+    return (x if kinds.get("x") == torch.float32 else x.abs()) * weight
+
+
+def put_into_a_dict(x: Tensor, weight: Tensor) -> Tensor:
+    kinds: dict[str, torch.dtype] = {}
+    kinds["x"] = x.dtype
+    return (x if kinds["x"] == torch.float32 else x.abs()) * weight
+
+
+def by_options(x: Tensor, weight: Tensor) -> Tensor:
+    options: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
+    return x * weight * torch.full((4,), 0.3, **options)
+
+
+def back_by_a_function(x: Tensor, weight: Tensor) -> Tensor:
+    kind = x.dtype
+
+    def back(y: Tensor) -> Tensor:
+        return y.to(kind)
+
+    return back((x * weight).float().softmax(-1))
+
+
+def back_by_a_default(x: Tensor, weight: Tensor) -> Tensor:
+    def back(y: Tensor, kind: torch.dtype = x.dtype) -> Tensor:
+        return y.to(kind)
+
+    return back((x * weight).float().softmax(-1))
+
+
+def back_by_a_list(x: Tensor, weight: Tensor) -> Tensor:
+    parts = [x, weight]
+    kinds = [part.dtype for part in parts]
+    first, second = (part.float().exp().to(kind) for part, kind in zip(parts, kinds, strict=True))
+    return first * second
+
+
+def back_by_an_attribute(x: Tensor, weight: Tensor) -> Tensor:
+    kept = SimpleNamespace(before=x.dtype)
+    return (x * weight).float().softmax(-1).to(kept.before)
+
+
+def kind_and_size(x: Tensor) -> tuple[torch.dtype, int]:
+    return x.dtype, x.shape[0]
+
+
+def back_by_a_pair(x: Tensor, weight: Tensor) -> Tensor:
+    kind, _ = kind_and_size(x)
+    return (x * weight).float().softmax(-1).to(kind)
+
+
+def back_or_else(x: Tensor, weight: Tensor) -> Tensor:
+    kind = None or x.dtype
+    return (x * weight).float().softmax(-1).to(kind)
+
+
+def to_a_constant(x: Tensor, weight: Tensor) -> Tensor:
+    kind = {"full": torch.float32}["full"]
+    return (x * weight).to(kind).softmax(-1).to(x.dtype)
+
+
 OTHERS = {torch.float16, torch.bfloat16, torch.float64}
 HALVES = {torch.float16, torch.bfloat16}
 
@@ -207,6 +287,19 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     of_one_kind: (set(), HALVES),
     spelt: (OTHERS, HALVES),
     got: ({torch.float64}, set()),
+    of_an_attribute: (OTHERS, HALVES),
+    of_a_list: (OTHERS, HALVES),
+    of_a_set: (OTHERS, HALVES),
+    of_a_dict: (OTHERS, HALVES),
+    put_into_a_dict: (OTHERS, HALVES),
+    by_options: (OTHERS, HALVES),
+    back_by_a_function: (OTHERS, HALVES),
+    back_by_a_default: (OTHERS, HALVES),
+    back_by_a_list: (OTHERS, HALVES),
+    back_by_an_attribute: (OTHERS, HALVES),
+    back_by_a_pair: (OTHERS, HALVES),
+    back_or_else: (set(), set()),
+    to_a_constant: (set(), set()),
 }
 """Ways to decide by a dtype, and where a graph of float32 fails: after which casts, under which autocasts."""
 
@@ -219,7 +312,9 @@ def fails(gm: Callable[[Tensor], Tensor], model: Callable[[Tensor], Tensor], x: 
         if " decides by " not in str(err):
             raise
         return True
-    assert torch.equal(found, model(x))
+    wanted = model(x)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
     return False
 
 
