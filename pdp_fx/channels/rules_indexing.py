@@ -44,13 +44,16 @@ def filled_by_index(call: Call, flow: LabelFlow) -> None:
 
 @rule(aten.scatter_add, aten.scatter_add_, aten.scatter, aten.scatter_)
 def scatter(call: Call, flow: LabelFlow) -> None:
-    """Every element is written to the position in its own index, along one axis."""
+    """Every element, or one number, is written to the positions in an index, along one axis."""
     into, axis, index, source = call.args[:4]
-    if isinstance(source, Tensor) and not call.kwargs:
-        _chosen(call, axis, [into, source], [index], flow)
-    else:
+    if call.kwargs:
         flow.freeze_all(call.tensors(), CHOSEN)
         flow.put(call.result, ())
+        return
+    _chosen(call, axis, [into, source] if isinstance(source, Tensor) else [into], [index], flow)
+    if not isinstance(source, Tensor) and source != 0:
+        filled = [Layer(each.ids, torch.zeros_like(each.zero), (each,)) for each in flow.layers(call.result)]
+        flow.put(call.result, filled)
 
 
 @rule(aten.scatter_reduce, aten.scatter_reduce_)

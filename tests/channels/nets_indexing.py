@@ -427,7 +427,7 @@ INDEXING = (
     Construct(MessagesOfWrittenSize, sequences(), removed=11),
     Construct(LargestMessage, sequences(), removed=11),
     Construct(LastMessage, sequences(), removed=11),
-    Construct(NumbersScattered, sequences(), removed=3, reason="chosen by an index"),
+    Construct(NumbersScattered, sequences(), removed=11),
     Construct(TokensReplaced, sequences(), removed=11),
     Construct(ChannelsReplaced, sequences(), removed=3, reason="chosen by an index"),
     Construct(FeaturesAmongWords, sequences(), removed=11),
