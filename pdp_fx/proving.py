@@ -31,7 +31,7 @@ from pdp_fx.passes.verify_equivalence import (
 )
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
-from pdp_fx.tracing.examples import ExampleCall, Inputs
+from pdp_fx.tracing.examples import ExampleCall, Inputs, first_taken
 from pdp_fx.tracing.modes import asks_mode
 from pdp_fx.tracing.module import in_double
 from pdp_fx.tracing.outcome import Outcome
@@ -260,8 +260,5 @@ def _elsewhere(
 
 def _taken(gm: fx.GraphModule, calls: Iterable[ExampleCall]) -> tuple[Inputs, tuple[Tensor, ...]] | None:
     """The first of these calls that the model takes, and its outputs; None if it takes none."""
-    for call in calls:
-        inputs = call.args, dict(call.kwargs)
-        with contextlib.suppress(Exception):
-            return inputs, eval_outputs(gm, inputs)
-    return None
+    found = first_taken(calls, lambda call: eval_outputs(gm, (call.args, dict(call.kwargs))))
+    return None if found is None else ((found[0].args, dict(found[0].kwargs)), found[1])

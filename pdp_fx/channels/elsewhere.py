@@ -8,12 +8,10 @@ at sizes that are all different holds for the example as well.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +24,7 @@ from pdp_fx.channels.grouping import concatenated
 from pdp_fx.channels.labels import Reason, is_between_others
 from pdp_fx.channels.record import Labelled, Record
 from pdp_fx.channels.rewrites import chooses, sizes_laid_out
-from pdp_fx.tracing.examples import ExampleCall, Inputs
-
-_log = logging.getLogger(__name__)
+from pdp_fx.tracing.examples import ExampleCall, Inputs, first_taken
 
 ELSEWHERE = "on inputs of other sizes"
 """What is added to the reasons why channels stay that do not hold for the example itself."""
@@ -55,9 +51,9 @@ def heed_other_sizes(
     example, widths = ExampleCall(*inputs), widths_of(record.shapes)
     larger = any(view.varies and view.of_one_index for view in views)
     for others in (example.unlike(widths), example.apart(single, larger)):
-        found = next((each for each in map(partial(_tried, follow), others) if each is not None), None)
+        found = first_taken(others, lambda call: follow((call.args, dict(call.kwargs))))
         if found is not None:
-            _heed(record, found, gm)
+            _heed(record, found[1], gm)
 
 
 def widths_of(shapes: Mapping[str, tuple[int, ...]]) -> set[int]:
@@ -105,14 +101,6 @@ def _joins_axes(node: fx.Node, record: Record) -> bool:
         if math.prod(value.shape) == math.prod(given[0].shape) and len(value.shape) < len(given[0].shape):
             return True
     return len(parts) == 1 and getattr(node.target, "__name__", "") in JOINS
-
-
-def _tried(follow: Callable[[Inputs], ChannelMap], other: ExampleCall) -> ChannelMap | None:
-    try:
-        return follow((other.args, dict(other.kwargs)))
-    except Exception as err:  # noqa: BLE001 the example is ours, not the user's
-        _log.info("channels are not followed on another example, which the model refuses: %s", err)
-        return None
 
 
 def _chooses_by_counts(gm: fx.GraphModule, record: Record) -> bool:

@@ -1,11 +1,12 @@
 """Example inputs as a call, and variations of that call: other batch sizes, other sizes, other numbers."""
 
+import logging
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, combinations, count, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -17,6 +18,10 @@ ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
 TRIALS = 6
 """How many calls with other numbers are made of one."""
 
@@ -26,6 +31,9 @@ MOST_TOGETHER = 3
 
 ROOM = 2**24
 """The most numbers that a tensor may get by having longer axes."""
+
+LARGE = 16
+"""So many examples cost much more than two."""
 
 SMALL = 64
 """The largest size that is doubled and trebled, too."""
@@ -216,6 +224,27 @@ class ExampleCall:
     def _mapped(self, changed: Callable[[Any], Any]) -> "ExampleCall":
         args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
         return ExampleCall(args, kwargs)
+
+
+def first_taken(
+    calls: Iterable[ExampleCall], run: Callable[[ExampleCall], Result]
+) -> tuple[ExampleCall, Result] | None:
+    """The first of these calls that a model does not refuse, and the result; None if it refuses all.
+
+    Of a large batch two examples are tried before: a net made for one size of images refuses those, too.
+
+    Args:
+        calls: made-up calls, in the order to try them.
+        run: runs the model on a call.
+    """
+    for call in calls:
+        try:
+            if call.batch > LARGE:
+                run(call._changed(lambda rows: rows[:2]))
+            return call, run(call)
+        except Exception as err:  # noqa: BLE001 the example is ours, not the user's
+            _log.info("another example is refused: %s", err)
+    return None
 
 
 def _other_sizes(size: int) -> tuple[int, ...]:

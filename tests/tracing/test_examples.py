@@ -2,7 +2,7 @@
 
 import torch
 
-from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.examples import ExampleCall, first_taken
 
 
 def shapes_apart(*given: torch.Tensor, single: bool = False) -> list[list[tuple[int, ...]]]:
@@ -58,3 +58,20 @@ def test_several_short_axes_do_not_all_become_long() -> None:
     made = [*call.unlike(()), *call.apart(single=True)]
     assert len(made) > 10
     assert max(each.args[0].numel() for each in made) <= 2**24
+
+
+def test_of_many_examples_two_are_tried_first() -> None:
+    given: list[tuple[int, int]] = []
+
+    def run(call: ExampleCall) -> int:
+        rows, size = call.args[0].shape
+        given.append((rows, size))
+        if size != 3:
+            raise ValueError("made for one size")
+        return rows
+
+    calls = [ExampleCall((torch.zeros(shape),), {}) for shape in ((47, 5), (3, 4), (47, 3), (5, 3))]
+    taken = first_taken(calls, run)
+    assert taken == (calls[2], 47)
+    assert given == [(2, 5), (3, 4), (2, 3), (47, 3)]
+    assert first_taken(calls[:2], run) is None
