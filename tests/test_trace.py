@@ -191,6 +191,25 @@ def test_without_example_inputs_control_flow_is_refused() -> None:
         trace(Decides())
 
 
+class Named(nn.Module):
+    """Has a part of a given name in a part of another."""
+
+    def __init__(self, outer: str, inner: str) -> None:
+        super().__init__()
+        self.outer, self.inner = outer, inner
+        self.add_module(outer, nn.ModuleDict({inner: nn.Linear(4, 4)}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_submodule(f"{self.outer}.{self.inner}")(x)
+
+
+def test_names_that_code_cannot_have_are_refused() -> None:
+    for names in (("heads", "global"), ("class", "heads")):
+        with pytest.raises(TraceError, match=f"a part '{'.'.join(names)}', which the code .* cannot name"):
+            trace(Named(*names), torch.randn(2, 4))
+    exact(Named("heads", "self"), torch.randn(2, 4))
+
+
 def test_lazy_layers_have_to_be_run_first() -> None:
     with pytest.raises(TraceError, match="run the model once"):
         trace(nn.Sequential(nn.LazyLinear(4)), torch.randn(2, 3))

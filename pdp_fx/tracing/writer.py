@@ -4,6 +4,7 @@ Attributes, constants and expressions are written once. An expression is inserte
 operands, even if it is first needed later, so that its position does not depend on which mode needs it first.
 """
 
+import keyword
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 from torch.nn.modules.dropout import _DropoutNd
 
+from pdp_fx.errors import TraceError
 from pdp_fx.naming import free_name
 from pdp_fx.tracing.flags import ONE_MODE
 from pdp_fx.tracing.modes import When
@@ -209,6 +211,7 @@ class Writer:
         if target is operator.pow and isinstance(args[0], int | float) and math.copysign(1, args[0]) < 0:
             # Generated code has no brackets in -1 ** x.
             target = pow
+        _refuse_unwritable(op, str(target))
         node = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         node.meta.update(self._meta)
         return node
@@ -218,6 +221,18 @@ class Writer:
             self._root_mode = free_name(self.tree, "mode")
             self.tree.add_module(self._root_mode, nn.Identity().train(self.tree.training))
         return self._root_mode
+
+
+def _refuse_unwritable(op: str, name: str) -> None:
+    """Refuse names that the code of a graph module cannot have: keywords, and ``self`` by itself."""
+    what = "an argument" if op == "placeholder" else "a part"
+    if op not in ("placeholder", "get_attr", "call_module"):
+        return
+    if name == "self" or any(map(keyword.iskeyword, name.split("."))):
+        raise TraceError(
+            f"the model has {what} {name!r}, which the code of a torch.fx.GraphModule cannot name, because "
+            "keywords of Python and 'self' stand for something else there; rename it"
+        )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
