@@ -95,11 +95,11 @@ def _computed_weights(gm: fx.GraphModule, ctx: Context) -> dict[str, fx.Node]:
     cut = {slot.tensor for group, _ in plan.groups for slot in group.members}
     nodes = {node.name: node for node in gm.graph.nodes}
     through = {} if found is None else found.stand_ins
-    alone = {by.parameter: by for by in ctx.get(Sites).stand_ins if by.needed}
+    alone = {by.parameter: by for by in ctx.get(Sites).stand_ins if by.alone}
     return {
         name: nodes[by.node]
         for name, by in (alone | through).items()
-        if name in cut or (name in pruned and name in alone)
+        if (name in cut and name in through) or (name in pruned and name in alone)
     }
 
 

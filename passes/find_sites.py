@@ -97,7 +97,7 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
         for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
             uses.setdefault(parameter, []).append(use)
     stand_ins = computed.stand_ins()
-    instead = {name: by for by in stand_ins if by.needed for name in by.sources}
+    instead = {name: by for by in stand_ins if by.alone for name in by.sources}
     standing = {by.parameter for by in instead.values()}
     barred = _barred(gm, names, inputs) | dict.fromkeys(outdated - standing, OUTDATED)
     weights = tuple(

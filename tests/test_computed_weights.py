@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.prune import l1_unstructured
 
 import pdp_fx
@@ -156,6 +157,35 @@ def test_channels_of_a_scaled_weight_are_ranked_by_the_weight() -> None:
     assert group.producers == ("conv",)
     assert set(group.masked) == {"conv"}
     assert "scale[0]" in group.members
+
+
+class Rooted(nn.Module):
+    """The square root of a weight, whose gradient is infinite at 0."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.sign() * weight.abs().sqrt()
+
+
+def rooted(layer: nn.Linear) -> nn.Module:
+    return parametrize.register_parametrization(layer, "weight", Rooted())
+
+
+@pytest.mark.parametrize("computed", [parametrizations.weight_norm, rooted], ids=["normed", "rooted"])
+def test_whole_rows_of_a_computed_weight_may_go(computed: Callable[[nn.Linear], nn.Module]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 8)
+    with torch.no_grad():
+        layer.weight[3] *= 0.001
+    model = nn.Sequential(computed(layer), nn.ReLU(), nn.Linear(8, 4)).double()
+    spec = PruneSpec(Unstructured(0.5), {"2": None}, AT_ONCE)
+    prepared = pdp_fx.prepare(model, spec, torch.randn(2, 6).double())
+    pdp_fx.step(prepared)
+    train(prepared, [(torch.randn(2, 6).double(),)])
+    assert all(weight.isfinite().all() for weight in prepared.parameters())
+    converted = check_converted(model, prepared.eval(), [(torch.randn(3, 6).double(),)])
+    (left,) = (weight for weight in converted.parameters() if weight.shape == (8, 6))
+    assert int((left == 0).sum()) == 24
+    assert not left[3].any()
 
 
 class FromBuffer(nn.Module):

@@ -55,12 +55,14 @@ class StandIn:
         node: the name of the graph node that gives the weight.
         sources: the parameters and buffers that it is computed from.
         needed: whether no parameter can be pruned in its place.
+        alone: whether single weights of no parameter can, even if channels can.
     """
 
     parameter: str
     node: str
     sources: frozenset[str]
     needed: bool
+    alone: bool
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 There is no table of what operations do to zeros. Instead, the part of the graph that computes the weight is
 run with one half of a parameter set to zero, and then with the other half: if zeros of the parameter become
-zeros of the weight, a mask on the parameter acts as a mask on the weight.
+zeros of the weight, a mask on the parameter acts as a mask on the weight. It does not where zeros are divided
+by their own norm, or have no gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,21 @@ class Effect:
     Attributes:
         keeps_zeros: whether every element of the weight that depends on the parameter is 0 if a part of the
             parameter is 0.
+        keeps_finite: whether the weight and its gradient are finite, too, then, and if a whole row is 0.
         input_axis: the axis of the parameter whose indices are those of the weight's input channels, or None.
     """
 
     keeps_zeros: bool
+    keeps_finite: bool
     input_axis: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether single weights can be masked in the parameter."""
+        return self.keeps_zeros and self.keeps_finite
+
+
+NONE = Effect(keeps_zeros=False, keeps_finite=False, input_axis=None)
 
 
 def effects(
@@ -54,7 +65,7 @@ def effects(
         axis: the axis of the weight's input channels, or None.
         sizes: what nodes that read sizes of data give.
     """
-    found = dict.fromkeys(names, Effect(False, None))
+    found = dict.fromkeys(names, NONE)
     with contextlib.suppress(RuntimeError):  # an inverse, for one, may not exist with zeros
         run = _Run(gm, weight, sizes)
         for name in found:
@@ -70,11 +81,20 @@ def _effect(run: _Run, name: str, axis: int | None) -> Effect:
     changed = torch.stack([half != run.dense for half in halves]).any(dim=0)
     zero = torch.stack([run.zeros(half) for half in halves]).any(dim=0)
     if not changed.any() or not torch.equal(changed, zero) or _misses_single_zeros(run, name):
-        return Effect(False, None)
+        return NONE
+    finite = all(run.is_finite(name, value) for value in (dense * holes, *_without_slices(dense)))
     if axis is None:
-        return Effect(True, None)
+        return Effect(True, finite, None)
     axes = sorted(range(dense.ndim), key=lambda own: own != 1)
-    return Effect(True, next((own for own in axes if _runs_along(run, name, own, axis)), None))
+    return Effect(True, finite, next((own for own in axes if _runs_along(run, name, own, axis)), None))
+
+
+def _without_slices(dense: Tensor) -> Iterator[Tensor]:
+    """The values with one slice of zeros, for an index of each axis."""
+    for axis, size in enumerate(dense.shape):
+        values = dense.clone()
+        values.select(axis, size // 2).zero_()
+        yield values
 
 
 def _runs_along(run: _Run, name: str, own: int, axis: int) -> bool:
@@ -105,6 +125,11 @@ def _is_column(run: _Run, name: str, own: int, place: int, axis: int) -> bool:
     return torch.nonzero(zeros.any(dim=others)).reshape(-1).tolist() in ([], [place])
 
 
+def _as_it_is(kept: Tensor) -> Tensor:
+    """Keep for a backward pass what a trial otherwise does not keep."""
+    return kept
+
+
 class _Run(Interpreter):
     """Computes a weight; zeros in a parameter, as in new adapters, are replaced by other values."""
 
@@ -119,6 +144,16 @@ class _Run(Interpreter):
     def result(self, name: str, value: Tensor) -> Tensor:
         """The weight when the parameter ``name`` has this value."""
         return self._computed({name: value})
+
+    def is_finite(self, name: str, value: Tensor) -> bool:
+        """Whether the weight and its gradient are finite when the parameter ``name`` has this value."""
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            value = value.detach().requires_grad_()
+            weight = self.result(name, value)
+            if not weight.requires_grad:
+                return bool(weight.isfinite().all())
+            (gradient,) = torch.autograd.grad(weight.sum(), value)
+        return bool(weight.isfinite().all() and gradient.isfinite().all())
 
     def random(self, shape: Sequence[int]) -> Tensor:
         """Numbers in [0, 1), the same in every run and on every device; they are on the CPU."""

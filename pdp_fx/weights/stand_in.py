@@ -49,12 +49,13 @@ class Standing:
                 steps.append(node)
         self._steps = memory_written(gm, steps, self._stored)
 
-    def stand_in(self, weight: fx.Node, needed: bool) -> StandIn | None:
+    def stand_in(self, weight: fx.Node, needed: bool, alone: bool) -> StandIn | None:
         """How a weight can stand for a parameter of its shape that nothing else uses; None if it cannot.
 
         Args:
             weight: a node that depends on parameters, buffers and constants only.
-            needed: whether no parameter can be pruned in its place.
+            needed: as in `StandIn`.
+            alone: as in `StandIn`.
         """
         sources = sources_of(weight)
         if not self._overwritten.isdisjoint(sources):
@@ -72,7 +73,7 @@ class Standing:
         for name, tensor in read.items():
             alike = isinstance(tensor, nn.Parameter) and tensor.shape == value.shape
             if alike and tensor.dtype == value.dtype and self._only_serves(name, sources):
-                return StandIn(name, weight.name, frozenset(read), needed)
+                return StandIn(name, weight.name, frozenset(read), needed, alone)
         return None
 
     def _moves(self, weight: fx.Node, memory: set[int]) -> bool:

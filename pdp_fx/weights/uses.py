@@ -79,17 +79,21 @@ class ComputedUses:
 
     def stand_ins(self) -> tuple[StandIn, ...]:
         """The computed weights among those that `weights_of` has seen which can stand for a parameter."""
-        met: dict[fx.Node, bool] = {}
+        met: dict[fx.Node, list[Effect]] = {}
         for (weight, _), found in self.known.items():
             if weight in self.used and weight in self._stored:
-                met[weight] = met.get(weight, False) or any(
-                    effect.keeps_zeros and self.names[id(attribute(self.gm, target))] not in self.outdated
+                met.setdefault(weight, []).extend(
+                    effect
                     for target, effect in found.items()
+                    if self.names[id(attribute(self.gm, target))] not in self.outdated
                 )
         if not met:
             return ()
         standing = Standing(self.gm, self.names)
-        possible = [standing.stand_in(weight, not fit) for weight, fit in met.items()]
+        possible = [
+            standing.stand_in(weight, not any(e.keeps_zeros for e in found), not any(e.fits for e in found))
+            for weight, found in met.items()
+        ]
         return tuple(by for by in possible if by is not None)
 
     @cached_property
@@ -112,7 +116,7 @@ class ComputedUses:
         if weight.op == "get_attr":
             stored = attribute(self.gm, weight.target)
             own = isinstance(stored, nn.Parameter)
-            return {str(weight.target): Effect(True, axis)} if own else {}
+            return {str(weight.target): Effect(True, True, axis)} if own else {}
         key = (weight, axis)
         if key not in self.known:
             sizes = self._sizes if weight in self._cut else {}
@@ -124,11 +128,10 @@ class ComputedUses:
 
 def _use(node: fx.Node, weight: fx.Node, axis: int | None, effect: Effect, inner: bool) -> Use:
     where = f"%{weight.name} ({weight.meta.get('source', '')})".replace(" ()", "")
-    unfit = f"a zero in it makes no zero in the weight that {where} computes for %{node.name}"
+    makes = "makes no zero" if not effect.keeps_zeros else "may make what is no number"
+    unfit = f"a zero in it {makes} in the weight that {where} computes for %{node.name}"
     unfit_for_groups = f"no axis of it runs along the input channels of %{node.name}"
-    return Use(
-        node.name, "" if effect.keeps_zeros else unfit, unfit_for_groups, effect.input_axis, inner, axis
-    )
+    return Use(node.name, "" if effect.fits else unfit, unfit_for_groups, effect.input_axis, inner, axis)
 
 
 def _is_matrix(tensor: object) -> bool:
