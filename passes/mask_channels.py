@@ -7,6 +7,7 @@ else the rows and bias of the producer, or the columns of a reader if what it re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.naming import free_name
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.ops.masked_norm import MASKED, MOST_ARGUMENTS, STATISTICS
+from pdp_fx.ops.masked_norm import MASKED, MOST_ARGUMENTS, OFF, STATISTICS, correction_of
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
@@ -89,20 +90,39 @@ def _carriers(ctx: Context, group: ChannelGroup, slots: list[Slot]) -> list[fx.N
     return [nodes[slot.tensor] for slot in group.members if slot in masked]
 
 
-def _halves(variances: list[_Norm], group: ChannelGroup) -> tuple[tuple[int, ...], ...]:
-    """Sets of channels of a group of each of which one must stay, for variances over some of its channels.
+def _counted(norm: _Norm, group: ChannelGroup) -> tuple[np.ndarray, int]:
+    """The places of a variance's channels in a group, and how many of these it must run over at least.
 
-    Of a variance over some it is two sets, so that it is over two channels at least. One over all channels of
-    the group is counted in another way (`MaskSite.least`).
+    It is no number unless it runs over more channels than its correction takes off. One that sees every
+    channel several times does with fewer.
     """
-    halves: list[tuple[int, ...]] = []
-    for norm in variances:
-        places = np.flatnonzero(np.isin(group.classes, norm.classes))
-        found, counts = np.unique(norm.classes, return_counts=True)
-        alone = counts[np.isin(found, group.classes)].min() == 1
-        if alone and 1 < len(places) < group.width:
-            halves += [tuple(half.tolist()) for half in np.array_split(places, 2)]
-    return tuple(halves)
+    places = np.flatnonzero(np.isin(group.classes, norm.classes))
+    found, counts = np.unique(norm.classes, return_counts=True)
+    often = int(counts[np.isin(found, group.classes)].min())
+    return places, min(-(-(1 + math.floor(_taken_off(norm.node))) // often), len(places))
+
+
+def _taken_off(node: fx.Node) -> float:
+    """What a variance takes off the number of elements; 1 where a node computes it."""
+    told: tuple[Any, ...] = node.args[isinstance(node.target, When) :][1:3]
+    named: dict[str, Any] = {name: node.kwargs[name] for name in OFF if name in node.kwargs}
+    if any(isinstance(each, fx.Node) for each in (*told[1:], *named.values())):
+        return 1
+    return max(correction_of(*told, **named), 0)
+
+
+def _fewest(variances: list[_Norm], group: ChannelGroup) -> tuple[int, list[tuple[int, ...]]]:
+    """How many channels of a group must stay for its variances, and sets of which one must stay each.
+
+    A variance over some of the channels asks for as many sets of these as it must run over at least.
+    """
+    least, sets = 1, list[tuple[int, ...]]()
+    for places, fewest in (_counted(norm, group) for norm in variances):
+        if len(places) == group.width:
+            least = max(least, fewest)
+        elif fewest > 1:
+            sets += [tuple(part.tolist()) for part in np.array_split(places, fewest)]
+    return least, sets
 
 
 def _mask_group(
@@ -119,8 +139,7 @@ def _mask_group(
     readers = [*carriers, *(norm.node for norm in norms)]
     names = tuple(slot.tensor for slot in group.producers)
     found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)
-    block = _block(found, group)
-    variances = [norm for norm in norms if function_of(norm.node) in VARIANCES]
+    least, sets = _fewest([norm for norm in norms if function_of(norm.node) in VARIANCES], group)
     site = MaskSite(
         names,
         rule,
@@ -128,10 +147,10 @@ def _mask_group(
         tuple(gm.get_parameter(name) for name in names),
         tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
         group.width,
-        (*group.parts, *_halves(variances, group)),
-        block=block,
+        (*group.parts, *sets),
+        block=_block(found, group),
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
-        least=-(-2 // block) if variances else 1,
+        least=least,
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
@@ -142,8 +161,16 @@ def _mask_group(
 
 
 def _block(found: ChannelMap, group: ChannelGroup) -> int:
-    """How many channels of a layer go with each of the group's: those of a head, or one."""
-    members = [found.slots[slot] for slot in group.members]
+    """How many channels of each layer go with each of the group's: those of a head, or one.
+
+    The columns of a grouped convolution are those of one of its groups, and it has more channels.
+    """
+    grouped = {
+        use.weight
+        for use in found.contractions
+        if use.inputs is not None and len(use.inputs) != len(found.slots.get(Slot(use.weight, 1), use.inputs))
+    }
+    members = [found.slots[slot] for slot in group.members if slot.axis != 1 or slot.tensor not in grouped]
     counts = [
         np.unique(classes[np.isin(classes, group.classes)], return_counts=True)[1] for classes in members
     ]

@@ -188,7 +188,7 @@ def masked_var(
         mask: shape ``(input.shape[axis],)``, values in [0, 1].
         axis: the axis of the channels.
     """
-    dim, off = _correction(dim, unbiased, correction)
+    off, dim = correction_of(dim, unbiased, correction), None if isinstance(dim, bool) else dim
 
     def plain() -> Tensor:
         return torch.var(input, dim, correction=off, keepdim=keepdim)
@@ -210,7 +210,7 @@ def masked_std(
     axis: int,
 ) -> Tensor:
     """`torch.std`, the root of `masked_var`; where that is 0 the gradient is 0, as it is in torch."""
-    dim, off = _correction(dim, unbiased, correction)
+    off, dim = correction_of(dim, unbiased, correction), None if isinstance(dim, bool) else dim
 
     def plain() -> Tensor:
         return torch.std(input, dim, correction=off, keepdim=keepdim)
@@ -222,11 +222,13 @@ def masked_std(
     return _choose(mask, input.shape[axis], plain, masked)
 
 
-def _correction(dim: Axes | bool, unbiased: bool, correction: float | None) -> tuple[Axes, float]:
-    """The axes of a variance and what is taken off the number of elements, whichever way they are given."""
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    return dim, float(unbiased) if correction is None else correction
+OFF = ("dim", "unbiased", "correction")
+"""The arguments of a variance that `correction_of` takes."""
+
+
+def correction_of(dim: Axes | bool = None, unbiased: bool = True, correction: float | None = None) -> float:
+    """What a variance takes off the number of elements, whichever way it is told."""
+    return float(dim if isinstance(dim, bool) else unbiased) if correction is None else correction
 
 
 def _variance(input: Tensor, dim: Axes, off: float, keepdim: bool, mask: Tensor, axis: int) -> Tensor:

@@ -1,3 +1,6 @@
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -154,3 +157,65 @@ def test_without_channels_to_mask_nothing_is_edited() -> None:
     gm, _ = prepare_until(model, at_once(Unstructured(0.5)), x, "mask-channels")
     assert listing(gm) == listing(before)
     assert not state(gm).layouts
+
+
+class Variances(nn.Module):
+    """Adds a variance of eight channels to them."""
+
+    def __init__(self, variance: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.head, self.variance = nn.Linear(6, 8), nn.Linear(8, 5), variance
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.head(x + self.variance(x))
+
+
+def of_half_twice(x: Tensor) -> Tensor:
+    half = x[..., :4]
+    half = half / half.std(-1, keepdim=True)
+    return torch.cat((half, half), -1)
+
+
+@pytest.mark.parametrize(
+    ("variance", "kept"),
+    [
+        (lambda x: x.var(-1, keepdim=True), 2),
+        (lambda x: x.var(-1, False, keepdim=True), 1),
+        (lambda x: x.var(-1, correction=3, keepdim=True), 4),
+        (lambda x: torch.std(x, dim=-1, correction=2.5, keepdim=True), 3),
+        (lambda x: torch.cat((x, x), -1).std(-1, correction=2, keepdim=True), 2),
+        (of_half_twice, 4),
+    ],
+)
+def test_variances_are_left_with_more_channels_than_they_take_off(
+    variance: Callable[[Tensor], Tensor], kept: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 6).double()
+    prepared = pdp_fx.prepare(Variances(variance).double(), at_once(Channels(ratio=0.9), min_keep=0.0), x)
+    pdp_fx.step(prepared)
+    assert prepared(x).isfinite().all()
+    converted = pdp_fx.convert(prepared.eval())
+    assert converted.get_parameter("layer.weight").shape[0] == kept
+    assert difference(prepared, converted, x) < 1e-12
+
+
+class ChannelsOfGroups(nn.Module):
+    """Of eight channels one of each half goes with one of the other, behind a convolution of two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.grouped = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 4, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.grouped(self.stem(x))
+
+
+def test_channels_are_counted_where_they_are_made() -> None:
+    x = torch.randn(2, 3, 5)
+    prepared = pdp_fx.prepare(ChannelsOfGroups(), at_once(Channels(ratio=0.5, min_channels=3)), x)
+    (group,) = pdp_fx.explain(prepared).groups
+    assert (group.name, group.width, group.least) == ("stem", 4, 2)
+    pdp_fx.step(prepared)
+    assert pdp_fx.convert(prepared.eval()).get_parameter("stem.weight").shape[0] == 4
