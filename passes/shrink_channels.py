@@ -6,6 +6,7 @@ class stays. The channel analysis is run again if the model has changed since it
 
 from __future__ import annotations
 
+import copy
 import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,12 +29,14 @@ from pdp_fx.channels.rewrites import rewrite_of
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import PassError
 from pdp_fx.example_inputs import fresh, trial
+from pdp_fx.naming import free_name
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.harden_masks import Dropped, swap_tensors
 from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
+from pdp_fx.tracing.leaves import stores_tensors
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,8 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
 
     inputs = {use.weight: stays(use.inputs) for use in found.contractions if use.inputs is not None}
     sites = {site.node: stays(site.ids) for site in found.norms}
-    calls = gm.graph.find_nodes(op="call_module")
+    calls = list(gm.graph.find_nodes(op="call_module"))
+    _part_norms(gm, calls, sites)
     normalised = {gm.get_submodule(str(n.target)): sites[n.name] for n in calls if n.name in sites}
     names = owned_names(gm)
     for module in gm.modules():
@@ -206,6 +210,30 @@ def _refresh_modules(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) ->
         if kind is not None:
             weight = names.get(id(getattr(module, "weight", None)), "")
             kind.refresh(module, normalised.get(module, inputs.get(weight)))
+
+
+def _part_norms(gm: fx.GraphModule, calls: list[fx.Node], sites: dict[str, np.ndarray]) -> None:
+    """Give calls of a norm without tensors that keep different channels a norm each.
+
+    Args:
+        gm: the graph module.
+        calls: its calls of modules.
+        sites: by norm, which of the channels that its statistics run over stay.
+    """
+    norms = {gm.get_submodule(str(node.target)) for node in calls if node.name in sites}
+    paths: dict[nn.Module, dict[bytes, str]] = {norm: {} for norm in norms if not stores_tensors(norm)}
+    for node in calls:
+        path = str(node.target)
+        norm = gm.get_submodule(path)
+        if norm not in paths:
+            continue
+        stays = sites.get(node.name)
+        kept = b"" if stays is None or stays.all() else stays.tobytes()
+        if paths[norm] and kept not in paths[norm]:
+            owner, _, name = path.rpartition(".")
+            path = f"{owner}.{free_name(gm.get_submodule(owner), name)}".removeprefix(".")
+            gm.add_submodule(path, copy.deepcopy(norm))
+        node.target = paths[norm].setdefault(kept, path)
 
 
 def _refresh_bare_norms(gm: fx.GraphModule, inputs: Inputs) -> None:

@@ -346,11 +346,14 @@ class LabelFlow(TorchDispatchMode):
             Whether the node will be given a mask.
         """
         elsewhere = any(site.axis != axis for site in self.norms_here())
-        if is_between_others(layer.ids.reshape(-1)):
-            self.freeze(layer.ids, f"{why}, and what lies before and behind them is on the same axis", APART)
+        ids = layer.ids.reshape(-1)
+        if is_between_others(ids):
+            self.freeze(ids, f"{why}, and what lies before and behind them is on the same axis", APART)
+            return False
+        if axis == 0 and len(ids.unique()) < len(ids):
+            self.freeze(ids, f"{why}, and others, such as a batch, are on the same axis", APART)
             return False
         if self.masks_norm and layer.support == frozenset({axis}) and not elsewhere:
-            ids = layer.ids.reshape(-1)
             self.record.norms.append(NormSite(self.node, axis, ids, gated, self.source, why))
             return True
         self.freeze(layer.ids, why)

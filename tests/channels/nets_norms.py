@@ -185,6 +185,18 @@ class SharedNorm(nn.Module):
         return self.head(torch.cat([self.norm(self.left(x)), F.relu(self.norm(self.right(x)))], -1))
 
 
+class SharedBareNorm(SharedNorm):
+    """One norm without a weight for two streams, and for an input, whose channels stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.norm(torch.cat([x, x[..., :2]], -1))
+        return super().forward(x) + seen[..., :5]
+
+
 class NormInsideBlock(nn.Module):
     """The norm of a hidden layer is masked, the norm of the stream keeps its channels."""
 
@@ -242,6 +254,18 @@ class MeanOfFlattened(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.stem(x))
         return self.head(F.relu(self.inner(x - x.flatten().mean())))
+
+
+class MeanOfBatch(nn.Module):
+    """Tokens less the mean over one axis of the batch, the tokens and the channels, which come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        return self.head(F.relu(self.inner(x - x.view(-1).mean())))
 
 
 class Straight(torch.autograd.Function):
@@ -438,6 +462,7 @@ NORMS = (
     Construct(AxesOfNumbers, sequences(), removed=4),
     Construct(MeanOfEverything, sequences(), removed=4),
     Construct(MeanOfFlattened, images(), removed=3, reason="before and behind them is on the same axis"),
+    Construct(MeanOfBatch, sequences(), removed=3, reason="a batch, are on the same axis"),
     Construct(AutogradFunction, sequences(), removed=4),
     Construct(AutogradFunctionAlways, sequences(), removed=4),
     Construct(AutogradFunctionViews, sequences(), removed=4),
@@ -459,4 +484,5 @@ NORMS = (
     Construct(FunctionalLayerNorm, sequences(), removed=4),
     Construct(NormOfTwoAxes, images(), reason="statistics of layer_norm"),
     Construct(SharedNorm, sequences(), removed=8),
+    Construct(SharedBareNorm, sequences(), removed=8),
 )
