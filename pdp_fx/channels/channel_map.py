@@ -12,6 +12,7 @@ from pdp_fx.channels.kept import Kept
 from pdp_fx.channels.labels import Reason, Slot
 from pdp_fx.channels.record import Contraction, Labelled, NormSite, StandIn, stored
 from pdp_fx.errors import PassError
+from pdp_fx.tracing.skipping import kept_unless
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,10 @@ class ChannelMap:
         for name in self.resized:
             wanted += [nodes[name], *nodes[name].all_input_nodes]
         wanted += [source for name in self.taint for source in nodes[name].all_input_nodes]
+        for node in wanted:
+            # Eval mode skips nothing, and reads what is made.
+            if node.target is kept_unless and isinstance(node.args[2], fx.Node):
+                wanted.append(node.args[2])
         values = {_key(node): given for node in wanted if (given := self.given(node)) is not None}
         bare = {key: tuple(value.bare() for value in given) for key, given in values.items()}
         return replace(self, values=bare)

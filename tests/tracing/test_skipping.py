@@ -63,6 +63,14 @@ class Skips(nn.Module):
             return x
         return layer(x)
 
+    def measured(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return x if self.training and torch.rand([]) < 0.4 else self.of_width(layer, x)
+
+    def of_width(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if x.shape[-1] != 4:
+            raise ValueError("made for four channels")
+        return layer(x)
+
     def survives(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         return layer(x) if not self.training or torch.rand(1, device=x.device) < 0.6 else x
 
@@ -325,8 +333,9 @@ def test_a_model_that_skips_is_pruned_and_trains(rule: Rule, step: str) -> None:
     assert all("rand" not in node.name and "draw" not in node.name for node in converted.graph.nodes)
 
 
-def test_channels_of_skipped_layers_go() -> None:
-    model, x = Skips("dropped").double(), torch.randn(6, 4, dtype=torch.float64)
+@pytest.mark.parametrize("step", ["dropped", "measured"])
+def test_channels_of_skipped_layers_go(step: str) -> None:
+    model, x = Skips(step).double(), torch.randn(6, 4, dtype=torch.float64)
     prepared = pruned(model, at_once(Channels(ratio=0.5, through_norms=True)), x).eval()
     converted = pdp_fx.convert(prepared)
     assert difference(prepared, converted, x) < 1e-12
