@@ -220,9 +220,9 @@ def _conflict(group: ChannelGroup, rules: dict[str, Rule | None], fixed: dict[in
     if others or not isinstance(rules.get(first), Channels):
         odd = (others or [first])[0]
         return Reason(
-            odd.rpartition(".")[0],
+            _holder(odd),
             "",
-            f"the spec gives {first.rpartition('.')[0]} and {odd.rpartition('.')[0]} different rules, "
+            f"the spec gives {_holder(first)} and {_holder(odd)} different rules, "
             "but their channels go together",
             "give both the same Channels rule",
         )
@@ -230,8 +230,13 @@ def _conflict(group: ChannelGroup, rules: dict[str, Rule | None], fixed: dict[in
     if reader is None:
         return None
     return Reason(
-        reader.rpartition(".")[0],
+        _holder(reader),
         "",
         f"{reader} is pruned N:M along these channels; removing some would break its pattern",
         "give that layer another rule",
     )
+
+
+def _holder(tensor: str) -> str:
+    """The module that has a tensor; the tensor itself if that is the model."""
+    return tensor.rpartition(".")[0] or tensor

@@ -156,7 +156,8 @@ def reach_macs(
     if least > goal:
         raise SpecError(
             f"mac_reduction={reduction:g} cannot be reached: removing every channel that may go "
-            f"saves {1 - least / dense:.3f} of the multiply-accumulates; see explain() for what stays and why"
+            f"saves {1 - least / dense:.3f} of the multiply-accumulates; see explain() for what stays and "
+            "why, and min_channels and round_to for what stays of a group"
         )
     low, high = 0, top
     while low < high:

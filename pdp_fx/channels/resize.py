@@ -126,7 +126,8 @@ def _keep_varying(
 def _freeze_told(gm: fx.GraphModule, node: fx.Node, flow: LabelFlow, told: Iterable[Layer]) -> None:
     """Freeze channels that ``node`` lays out by sizes or positions that cannot be updated."""
     hidden = node.op == "call_module" or isinstance(node.target, Apply)
-    remedy = "" if hidden else "read the sizes off a tensor's shape"
+    # A subscript is told places, which no shape has.
+    remedy = "" if hidden or node.target is operator.getitem else "read the sizes off a tensor's shape"
     for layer in told:
         flow.freeze(layer.ids, _why_not(gm, node), remedy)
 
