@@ -9,26 +9,38 @@ import ast
 import inspect
 import sys
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 
-from pdp_fx.tracing.expressions import Located, attribute_read, expression_at
+from pdp_fx.tracing.expressions import Located, Span, attribute_read, expression_at, span_of
 from pdp_fx.tracing.kept_dtypes import gives_kept
-from pdp_fx.tracing.source import is_ours, runs_models, user_frame
-from pdp_fx.tracing.steps import Expr, Value
+from pdp_fx.tracing.source import is_ours, is_users, runs_models, user_frame
+from pdp_fx.tracing.steps import Expr, Value, identity
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A read of the dtype of a tensor, with the frame that read it and the number of steps before it."""
+    """A read of the dtype of a tensor.
+
+    Attributes:
+        frame: the frame that read it.
+        dtype: what it read.
+        value: where the tensor comes from.
+        step: the number of steps before it.
+        place: where the expression that reads it stands in the code, or None.
+        names: the variables that it is assigned to.
+    """
 
     frame: int
     dtype: torch.dtype
     value: Value
     step: int
+    place: Span | None
+    names: frozenset[str]
 
 
 class Dtypes:
@@ -36,7 +48,7 @@ class Dtypes:
 
     def __init__(self) -> None:
         self._reads: deque[_Read] = deque(maxlen=256)
-        self._told: dict[int, _Read] = {}
+        self._told: dict[Hashable, _Read] = {}
 
     def note(self, dtype: torch.dtype, value: Value, step: int) -> None:
         """Note that the model reads the dtype of a tensor.
@@ -47,7 +59,11 @@ class Dtypes:
             step: the number of steps so far.
         """
         if dtype.is_floating_point or dtype.is_complex:
-            self._reads.append(_Read(id(reading_frame()), dtype, value, step))
+            frame = reading_frame()
+            located = None if frame is None else expression_at(frame)
+            place = None if located is None else span_of(located.node)
+            names = frozenset[str]() if located is None else names_given(located)
+            self._reads.append(_Read(id(frame), dtype, value, step, place, names))
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
@@ -58,8 +74,10 @@ class Dtypes:
         frame, named = user_frame(), _naming_frame()
         if named is None and not _names_a_dtype(frame):
             return {}
-        frames = {id(frame), id(user_frame(named))}
-        found = {dtype: self._latest(dtype, frames, step) for dtype in wanted}
+        by = [each for each in (frame, user_frame(named)) if each is not None]
+        # What code of torch reads, it gives on at once.
+        at_once = named is not None and not is_users(named.f_code.co_filename)
+        found = {dtype: self._latest(dtype, by, step, at_once) for dtype in wanted}
         return {dtype: Expr(getattr, (value, "dtype")) for dtype, value in found.items() if value is not None}
 
     def kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.dtype, Value]]:
@@ -68,19 +86,42 @@ class Dtypes:
         They come with the dtype that was read, and each only once in a recording.
         """
         wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
-        found = {id(read.value): read for read in self._reads if read.dtype in wanted}
+        found = {identity(read.value): read for read in self._reads if read.dtype in wanted}
         if not any(map(_is_given_kept, {read.dtype for read in found.values()})):
             return []
         new = {key: read for key, read in found.items() if key not in self._told}
         self._told |= new
         return [(read.dtype, read.value) for read in new.values()]
 
-    def _latest(self, dtype: torch.dtype, frames: set[int], step: int) -> Value | None:
-        for read in reversed(self._reads):
-            # A property of the user's may have read it, in a frame of its own, just now.
-            if read.dtype is dtype and (read.frame in frames or read.step == step):
+    def _latest(self, dtype: torch.dtype, by: list[FrameType], step: int, at_once: bool) -> Value | None:
+        """Whose dtype it is that these frames give; None if it may be that of several tensors.
+
+        Args:
+            dtype: what is given.
+            by: the frames.
+            step: the number of steps so far.
+            at_once: whether it is the one that was read last.
+        """
+        frames = {id(frame) for frame in by}
+        # A property of the user's may have read it, in a frame of its own, just now.
+        reads = [
+            r for r in reversed(self._reads) if r.dtype is dtype and (r.frame in frames or r.step == step)
+        ]
+        told = {id(frame): _told(frame) for frame in by}
+        for read in reads:
+            places, names = told.get(read.frame, (set[Span](), set[str]()))
+            if read.place in places or not read.names.isdisjoint(names):
                 return read.value
-        return None
+        several = len({identity(read.value) for read in reads}) > 1
+        return reads[0].value if reads and (at_once or not several) else None
+
+
+def _told(frame: FrameType) -> tuple[set[Span], set[str]]:
+    """By which places in the code and which variables the call that a frame makes is given a dtype."""
+    located = expression_at(frame)
+    given = [] if located is None else [a for a in _arguments(located) if is_read(a, located, "dtype")]
+    names = {argument.id for argument in given if isinstance(argument, ast.Name)}
+    return {span_of(way) for argument in given for way in _ways(argument)}, names
 
 
 def reading_frame() -> FrameType | None:

@@ -91,9 +91,13 @@ def attributes_in(filename: str) -> dict[str, list[Located]]:
 def _by_span(filename: str) -> dict[Span, Located]:
     found: dict[Span, Located] = {}
     for located in _expressions(syntax_tree(filename)):
-        node = located.node
-        found[node.lineno, node.end_lineno, node.col_offset, node.end_col_offset] = located
+        found[span_of(located.node)] = located
     return found
+
+
+def span_of(node: ast.expr) -> Span:
+    """Where an expression stands in its file."""
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 def _expressions(tree: ast.AST) -> Iterator[Located]:

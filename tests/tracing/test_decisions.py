@@ -252,6 +252,25 @@ def back_or_else(x: Tensor, weight: Tensor) -> Tensor:
     return (x * weight).float().softmax(-1).to(kind)
 
 
+def back_to_the_first(x: Tensor, weight: Tensor) -> Tensor:
+    kind = x.dtype
+    y = x.float() * weight.to(weight.dtype)
+    return (y * x.to(dtype=weight.dtype)).to(kind)
+
+
+def back_by_one_of_two(x: Tensor, weight: Tensor) -> Tensor:
+    kind, other = x.dtype, weight.dtype
+    return (x.to(other).softmax(-1) * weight).to(kind)
+
+
+def given_back(y: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
+    return y.softmax(-1).to(weight.dtype).to(kind)
+
+
+def back_by_an_argument(x: Tensor, weight: Tensor) -> Tensor:
+    return given_back(x.float() * weight, weight, x.dtype)
+
+
 def to_a_constant(x: Tensor, weight: Tensor) -> Tensor:
     kind = {"full": torch.float32}["full"]
     return (x * weight).to(kind).softmax(-1).to(x.dtype)
@@ -299,6 +318,9 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     back_by_an_attribute: (OTHERS, HALVES),
     back_by_a_pair: (OTHERS, HALVES),
     back_or_else: (set(), set()),
+    back_to_the_first: (set(), set()),
+    back_by_one_of_two: (set(), set()),
+    back_by_an_argument: (set(), set()),
     to_a_constant: (set(), set()),
 }
 """Ways to decide by a dtype, and where a graph of float32 fails: after which casts, under which autocasts."""
