@@ -1,5 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -189,6 +189,22 @@ def test_without_example_inputs_control_flow_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"without example inputs.*test_trace.py:\d+.*pass example_inputs"):
         trace(Decides())
+
+
+class Compares(nn.Module):
+    """Compares tensors with what is none."""
+
+    def forward(self, x: Tensor, state: Any) -> Tensor:
+        if not state == None:  # noqa: E711, SIM201 so it is often written
+            x = x + 1
+        if state != "zeros" and state not in (None, "ones"):
+            x = x + state
+        return x
+
+
+def test_comparisons_with_other_things_than_tensors_are_decisions_like_others() -> None:
+    exact(Compares(), (torch.randn(2, 4), torch.randn(2, 4)))
+    exact(Compares(), (torch.randn(2, 4), None))
 
 
 class Named(nn.Module):

@@ -191,6 +191,9 @@ class Recorder:
         """
         if step.target is torch._assert and not is_data(step.args[0]):
             return result
+        if result is NotImplemented:
+            # Python then compares a tensor with None, or a text, by identity.
+            return result
         if result is None and step.op == "call_function":
             self.steps.append(step)
             return result
