@@ -243,6 +243,8 @@ def _held(use: _Use) -> Iterator[_Use]:
     statement = next((each for each in reversed(use.located.parents) if isinstance(each, ast.stmt)), None)
     if not isinstance(statement, ast.Assign) or not _only_holds(use.node, statement.value):
         return
+    if use.depth >= _DEEPEST:
+        return
     for target in statement.targets:
         kept = replace(use, held=use.held or not isinstance(target, ast.Attribute))
         if root_name(target):

@@ -185,6 +185,14 @@ def of_an_attribute(x: Tensor, weight: Tensor) -> Tensor:
     return (x if kept.kind == torch.float32 else x.abs()) * weight
 
 
+def of_attributes_in_turn(x: Tensor, weight: Tensor) -> Tensor:
+    kept = SimpleNamespace()
+    kept.now = x.dtype
+    kept.last = kept.now
+    kept.now = kept.last
+    return (x if kept.now == torch.float32 else x.abs()) * weight
+
+
 def of_a_list(x: Tensor, weight: Tensor) -> Tensor:
     kinds = [x.dtype, weight.dtype]
     return (x if kinds[0] == torch.float32 else x.abs()) * weight
@@ -307,6 +315,7 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     spelt: (OTHERS, HALVES),
     got: ({torch.float64}, set()),
     of_an_attribute: (OTHERS, HALVES),
+    of_attributes_in_turn: (OTHERS, HALVES),
     of_a_list: (OTHERS, HALVES),
     of_a_set: (OTHERS, HALVES),
     of_a_dict: (OTHERS, HALVES),
