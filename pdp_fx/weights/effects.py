@@ -152,7 +152,7 @@ class _Run(Interpreter):
             weight = self.result(name, value)
             if not weight.requires_grad:
                 return bool(weight.isfinite().all())
-            (gradient,) = torch.autograd.grad(weight.sum(), value)
+            (gradient,) = torch.autograd.grad(weight, value, torch.ones_like(weight))
         return bool(weight.isfinite().all() and gradient.isfinite().all())
 
     def random(self, shape: Sequence[int]) -> Tensor:
