@@ -62,9 +62,9 @@ class MaskChannels(Pass):
             return False
         slots, norms = masked_slots(ctx), _norms(gm, ctx.get(ChannelMap))
         placed: Placed = {}
-        parts = switches_off(gm.graph)
+        parts, grouped = switches_off(gm.graph), _grouped(ctx.get(ChannelMap))
         for group, rule in plan.groups:
-            node = _mask_group(gm, ctx, group, rule, _carriers(ctx, group, slots), norms, parts)
+            node = _mask_group(gm, ctx, group, rule, _carriers(ctx, group, slots), norms, parts, grouped)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, placed, ctx)
@@ -133,6 +133,7 @@ def _mask_group(
     carriers: list[fx.Node],
     norms: list[_Norm],
     parts: dict[fx.Node, fx.Node],
+    grouped: frozenset[str],
 ) -> fx.Node:
     """Make the mask of a group and compute it ahead of all that reads it; returns its node."""
     norms = [norm for norm in norms if np.isin(norm.classes, group.classes).any()]
@@ -148,7 +149,7 @@ def _mask_group(
         tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
         group.width,
         (*group.parts, *sets),
-        block=_block(found, group),
+        block=_block(found, group, grouped),
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
         least=least,
     )
@@ -160,16 +161,17 @@ def _mask_group(
     return _insert_mask(gm, _gathered(readers, computed, trains, parts), key, mask, exposed.computed)
 
 
-def _block(found: ChannelMap, group: ChannelGroup) -> int:
-    """How many channels of each layer go with each of the group's: those of a head, or one.
-
-    The columns of a grouped convolution are those of one of its groups, and it has more channels.
-    """
-    grouped = {
+def _grouped(found: ChannelMap) -> frozenset[str]:
+    """The weights of grouped convolutions, whose columns are those of one group of the channels."""
+    return frozenset(
         use.weight
         for use in found.contractions
         if use.inputs is not None and len(use.inputs) != len(found.slots.get(Slot(use.weight, 1), use.inputs))
-    }
+    )
+
+
+def _block(found: ChannelMap, group: ChannelGroup, grouped: frozenset[str]) -> int:
+    """How many channels of each layer go with each of the group's: those of a head, or one."""
     members = [found.slots[slot] for slot in group.members if slot.axis != 1 or slot.tensor not in grouped]
     counts = [
         np.unique(classes[np.isin(classes, group.classes)], return_counts=True)[1] for classes in members

@@ -6,17 +6,25 @@ assigned one, or one that the caller was given so. The recorder knows whose `dty
 """
 
 import ast
-import inspect
 import sys
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 
-from pdp_fx.tracing.expressions import Located, Span, attribute_read, expression_at, span_of
+from pdp_fx.tracing.expressions import (
+    Located,
+    Span,
+    arguments_of,
+    assignments,
+    attribute_read,
+    expression_at,
+    parameters_of,
+    span_of,
+)
 from pdp_fx.tracing.kept_dtypes import gives_kept
 from pdp_fx.tracing.source import is_ours, is_users, runs_models, user_frame
 from pdp_fx.tracing.steps import Expr, Value, identity
@@ -48,7 +56,7 @@ class Dtypes:
 
     def __init__(self) -> None:
         self._reads: deque[_Read] = deque(maxlen=256)
-        self._told: dict[Hashable, _Read] = {}
+        self._told: set[Hashable] = set()
 
     def note(self, dtype: torch.dtype, value: Value, step: int) -> None:
         """Note that the model reads the dtype of a tensor.
@@ -67,8 +75,7 @@ class Dtypes:
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
-        wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
-        wanted = {dtype for dtype in wanted if any(read.dtype is dtype for read in self._reads)}
+        wanted = self._wanted(args, kwargs)
         if not wanted:
             return {}
         frame, named = user_frame(), _naming_frame()
@@ -85,13 +92,18 @@ class Dtypes:
 
         They come with the dtype that was read, and each only once in a recording.
         """
-        wanted = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
-        found = {identity(read.value): read for read in self._reads if read.dtype in wanted}
-        if not any(map(_is_given_kept, {read.dtype for read in found.values()})):
+        wanted = self._wanted(args, kwargs)
+        if not any(map(_is_given_kept, wanted)):
             return []
-        new = {key: read for key, read in found.items() if key not in self._told}
+        found = {identity(read.value): read for read in self._reads if read.dtype in wanted}
+        new = found.keys() - self._told
         self._told |= new
-        return [(read.dtype, read.value) for read in new.values()]
+        return [(read.dtype, read.value) for key, read in found.items() if key in new]
+
+    def _wanted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[torch.dtype]:
+        """The dtypes among arguments that were read before."""
+        given = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
+        return {dtype for dtype in given if any(read.dtype is dtype for read in self._reads)}
 
     def _latest(self, dtype: torch.dtype, by: list[FrameType], step: int, at_once: bool) -> Value | None:
         """Whose dtype it is that these frames give; None if it may be that of several tensors.
@@ -119,7 +131,7 @@ class Dtypes:
 def _told(frame: FrameType) -> tuple[set[Span], set[str]]:
     """By which places in the code and which variables the call that a frame makes is given a dtype."""
     located = expression_at(frame)
-    given = [] if located is None else [a for a in _arguments(located) if is_read(a, located, "dtype")]
+    given = [] if located is None else [a for a in arguments_of(located) if is_read(a, located, "dtype")]
     names = {argument.id for argument in given if isinstance(argument, ast.Name)}
     return {span_of(way) for argument in given for way in _ways(argument)}, names
 
@@ -137,27 +149,27 @@ def _naming_frame() -> FrameType | None:
 
     It is that of the innermost call of torch's or the model's code, or that of a caller that passes a dtype.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not runs_models(frame):
-        if not _is_between(frame.f_code.co_filename):
-            if _names_a_dtype(frame):
-                return frame
-            if not any(_is_given_dtype(argument, frame) for argument in _arguments(expression_at(frame))):
-                return None
-        frame = frame.f_back
+    for frame in _calling_frames():
+        if _names_a_dtype(frame):
+            return frame
+        if not any(_is_given_dtype(argument, frame) for argument in arguments_of(expression_at(frame))):
+            return None
     return None
 
 
 def _is_given_kept(dtype: torch.dtype) -> bool:
     """Whether the innermost call is given a dtype that the model's code may have read and kept."""
+    answers = (gives_kept(dtype, frame) for frame in _calling_frames())
+    return next((answer for answer in answers if answer is not None), False)
+
+
+def _calling_frames() -> Iterator[FrameType]:
+    """The frames of the model's code and of torch's, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not runs_models(frame):
         if not _is_between(frame.f_code.co_filename):
-            found = gives_kept(dtype, frame)
-            if found is not None:
-                return found
+            yield frame
         frame = frame.f_back
-    return False
 
 
 def _is_between(filename: str) -> bool:
@@ -174,25 +186,15 @@ def _is_given_dtype(argument: ast.expr, frame: FrameType) -> bool:
     name = argument.value if isinstance(argument, ast.Starred | ast.Subscript) else argument
     if not isinstance(name, ast.Name):
         return False
-    code = frame.f_code
-    several = [flag for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS) if code.co_flags & flag]
-    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + len(several)]
-    value = frame.f_locals.get(name.id) if name.id in given else None
+    value = frame.f_locals.get(name.id) if name.id in parameters_of(frame.f_code) else None
     held = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
     return any(isinstance(each, torch.dtype) for each in held)
-
-
-def _arguments(located: Located | None) -> list[ast.expr]:
-    """The arguments of a call; none if there is no call."""
-    if located is None or not isinstance(located.node, ast.Call):
-        return []
-    return [*located.node.args, *(keyword.value for keyword in located.node.keywords)]
 
 
 def _names_a_dtype(frame: FrameType | None) -> bool:
     """Whether an argument of the call that a frame makes is some tensor's dtype."""
     located = None if frame is None else expression_at(frame)
-    arguments = _arguments(located)
+    arguments = arguments_of(located)
     return located is not None and any(is_read(argument, located, "dtype") for argument in arguments)
 
 
@@ -210,7 +212,7 @@ def is_read(expression: ast.expr, located: Located, name: str) -> bool:
     assigned = (
         value
         for node in (ast.walk(function) if function is not None else ())
-        for target, whole in _assignments(node)
+        for target, whole in assignments(node)
         for value in _assigned_to(expression.id, target, whole)
     )
     return any(_reads(value, name) for value in assigned)
@@ -231,15 +233,6 @@ def _ways(expression: ast.expr) -> list[ast.expr]:
     return [expression]
 
 
-def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """The targets of an assignment, each with the value; none if a node is something else."""
-    if isinstance(node, ast.Assign):
-        return [(target, node.value) for target in node.targets]
-    if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        return [(node.target, node.value)]
-    return []
-
-
 def _assigned_to(name: str, target: ast.expr, value: ast.expr) -> list[ast.expr]:
     """What a variable gets by an assignment, which may be one of several values to several targets."""
     if isinstance(target, ast.Name):
@@ -257,7 +250,7 @@ def names_given(located: Located) -> frozenset[str]:
     statement = next((parent for parent in reversed(located.parents) if not isinstance(parent, _OPEN)), None)
     return frozenset(
         name.id
-        for target, whole in (() if statement is None else _assignments(statement))
+        for target, whole in (() if statement is None else assignments(statement))
         for name in ast.walk(target)
         if isinstance(name, ast.Name)
         and any(located.node in _ways(value) for value in _assigned_to(name.id, target, whole))

@@ -5,6 +5,7 @@ that span is an expression, and its parents say what the value is for.
 """
 
 import ast
+import inspect
 import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -108,6 +109,28 @@ def _expressions(tree: ast.AST) -> Iterator[Located]:
         if isinstance(node, ast.expr):
             yield Located(node, parents)
         pending += [(child, (*parents, node)) for child in ast.iter_child_nodes(node)]
+
+
+def arguments_of(located: Located | None) -> list[ast.expr]:
+    """The arguments of a call, without their names; none if there is no call."""
+    if located is None or not isinstance(located.node, ast.Call):
+        return []
+    return [*located.node.args, *(keyword.value for keyword in located.node.keywords)]
+
+
+def parameters_of(code: CodeType) -> tuple[str, ...]:
+    """The variables in which a function has what it was given, also by ``*args`` and ``**kwargs``."""
+    several = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + several]
+
+
+def assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """The targets of an assignment, each with the value; none if a node is something else."""
+    if isinstance(node, ast.Assign):
+        return [(target, node.value) for target in node.targets]
+    if isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        return [(node.target, node.value)]
+    return []
 
 
 def attribute_read(expression: ast.AST | None) -> tuple[ast.expr, str] | None:

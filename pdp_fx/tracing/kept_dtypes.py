@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from pdp_fx.tracing.expressions import Located, attribute_read, expression_at, root_name, syntax_tree
+from pdp_fx.tracing.expressions import (
+    Located,
+    arguments_of,
+    assignments,
+    attribute_read,
+    expression_at,
+    parameters_of,
+    root_name,
+    syntax_tree,
+)
 from pdp_fx.tracing.source import is_users
 
 
@@ -25,16 +34,11 @@ def gives_kept(dtype: torch.dtype, frame: FrameType) -> bool | None:
         None if it is passed on as the function was given it, so that the caller has to tell.
     """
     located = expression_at(frame)
-    if located is None or not isinstance(located.node, ast.Call):
-        return False
-    given = [*located.node.args, *(keyword.value for keyword in located.node.keywords)]
-    held = [argument for argument in given if _holds(_value(argument, frame), dtype)]
-    if any(_may_be_read(argument, located, frame) for argument in held):
+    held = [each for each in arguments_of(located) if _holds(_value(each, frame), dtype)]
+    if located is not None and any(_may_be_read(argument, located, frame) for argument in held):
         return True
-    passed = any(
-        isinstance(node, ast.Name) and _is_given(node.id, frame) for each in held for node in ast.walk(each)
-    )
-    return None if passed else False
+    names = {node.id for each in held for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return False if names.isdisjoint(parameters_of(frame.f_code)) else None
 
 
 def _holds(value: Any, dtype: torch.dtype) -> bool:
@@ -70,13 +74,6 @@ def _at(held: Any, place: ast.expr, frame: FrameType) -> Any:
         return held[_value(place, frame)] if isinstance(held, list | tuple | dict) else None
     except (LookupError, TypeError):
         return None
-
-
-def _is_given(name: str, frame: FrameType) -> bool:
-    """Whether a name is a parameter of the function that runs in a frame."""
-    code = frame.f_code
-    several = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
-    return name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + several]
 
 
 def _may_be_read(expression: ast.expr, located: Located, frame: FrameType) -> bool:
@@ -134,14 +131,8 @@ def _definitions(function: ast.FunctionDef | ast.Lambda) -> dict[str, list[ast.e
 
 def _bound(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """The targets that a node binds or adds to, each with what it gets."""
+    yield from ((each, value) for target, value in assignments(node) for each in _single(target))
     match node:
-        case ast.Assign(targets=targets, value=value):
-            yield from ((each, value) for target in targets for each in _single(target))
-        case (
-            ast.AnnAssign(target=target, value=ast.expr() as value)
-            | ast.NamedExpr(target=target, value=value)
-        ):
-            yield target, value
         case ast.AugAssign(target=target, value=value):
             yield target, value
         case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
