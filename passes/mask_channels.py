@@ -146,7 +146,10 @@ def _mask_group(
         rule,
         ctx.spec.softness,
         tuple(gm.get_parameter(name) for name in names),
-        tuple(Producer(slot.axis, _places(found.slots[slot], group)) for slot in group.producers),
+        tuple(
+            Producer(slot.axis, _places(found.slots[slot], group), found.lengths.get(slot.tensor, 1))
+            for slot in group.producers
+        ),
         group.width,
         (*group.parts, *sets),
         block=_block(found, group, grouped),

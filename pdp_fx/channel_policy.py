@@ -18,7 +18,8 @@ class ChannelPolicy(MaskPolicy):
     """Whole channels: one mask for a group, shared by everything that carries the group's channels.
 
     A channel's score is the root mean square of all weights that produce it, over all producers of the group,
-    so that scores are on the scale of weights. A subclass may define its own `scores`.
+    so that scores are on the scale of weights. Under weight_norm these weights are the rows that the layer
+    uses, whose norms are parameters. A subclass may define its own `scores`.
 
     Attributes:
         producers: the weight axes that produce the channels.
@@ -81,7 +82,7 @@ class ChannelPolicy(MaskPolicy):
         entries: list[Tensor] = []
         for index, (weight, producer) in enumerate(zip(weights, self.producers, strict=True)):
             energy = _energy(weight, producer.axis)
-            fan = torch.full_like(energy, weight.numel() // weight.shape[producer.axis])
+            fan = torch.full_like(energy, producer.spans * (weight.numel() // weight.shape[producer.axis]))
             if producer.places is not None:
                 places = self.get_buffer(f"places_{index}")
                 energy, fan = self._gathered(energy, places), self._gathered(fan, places)

@@ -8,8 +8,7 @@ import numpy as np
 
 from pdp_fx.allocation import MacModel, MacTerm
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
-from pdp_fx.channels.labels import Slot
-from pdp_fx.channels.record import Contraction
+from pdp_fx.channels.record import Use
 
 
 def mac_model(found: ChannelMap, groups: Sequence[ChannelGroup]) -> MacModel:
@@ -23,22 +22,20 @@ def mac_model(found: ChannelMap, groups: Sequence[ChannelGroup]) -> MacModel:
     for index, group in enumerate(groups):
         group_of[group.classes] = index
     widths = tuple(group.width for group in groups)
-    terms = tuple(_term(found, contraction, group_of, widths) for contraction in found.contractions)
+    terms = tuple(_term(found, use, group_of, widths) for use in found.uses)
     return MacModel(terms, widths)
 
 
-def _term(
-    found: ChannelMap, contraction: Contraction, group_of: np.ndarray, widths: tuple[int, ...]
-) -> MacTerm:
-    """The multiply-accumulates of one contraction; ``group_of`` is the group of every class, or -1."""
-    factor = contraction.positions / found.batch
+def _term(found: ChannelMap, use: Use, group_of: np.ndarray, widths: tuple[int, ...]) -> MacTerm:
+    """The multiply-accumulates of one use of a weight; ``group_of`` is the group of every class, or -1."""
+    factor = use.positions / found.batch
     axes: list[tuple[int, tuple[tuple[int, float], ...]]] = []
-    for axis, size in enumerate(found.shapes[contraction.weight]):
-        owners = group_of[found.slots[Slot(contraction.weight, axis)]] if size > 1 else np.array([-1])
+    for axis in use.axes:
+        owners = np.full(axis, -1) if isinstance(axis, int) else group_of[axis]
         carried = [int(index) for index in np.unique(owners) if index >= 0]
         parts = tuple((index, float((owners == index).sum()) / widths[index]) for index in carried)
         if parts:
             axes.append((int((owners < 0).sum()), parts))
         else:
-            factor *= size
+            factor *= len(owners)
     return MacTerm(factor, tuple(axes))

@@ -43,10 +43,12 @@ class Producer:
         axis: the axis of the weight.
         places: for every row along the axis the index of its channel in the group, or -1 if the row is not
             in the group; None if row i produces channel i.
+        spans: how many weights each number is the L2 norm of, as under weight_norm; 1 where it is a weight.
     """
 
     axis: int
     places: tuple[int, ...] | None
+    spans: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from torch.nn.utils.prune import l1_unstructured
 import pdp_fx
 from pdp_fx import (
     NM,
+    ChannelPolicy,
     Channels,
     MaskSite,
     Progress,
@@ -23,6 +24,7 @@ from pdp_fx import (
     Unstructured,
     WeightPolicy,
 )
+from pdp_fx.planning import parameters_of
 from pdp_fx.spec import Rule
 from tests.channels import nets_weights
 from tests.channels.checks import check_converted, pruner_of, train
@@ -157,6 +159,34 @@ def test_channels_of_a_scaled_weight_are_ranked_by_the_weight() -> None:
     assert group.producers == ("conv",)
     assert set(group.masked) == {"conv"}
     assert "scale[0]" in group.members
+
+
+def channels_of(layer: nn.Module) -> fx.GraphModule:
+    """A layer of 8 channels, a BatchNorm and another layer, prepared to lose channels."""
+    net = nn.Sequential(layer, nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    prepared = pdp_fx.prepare(net, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), torch.randn(2, 3, 6, 6))
+    pdp_fx.step(prepared)
+    return prepared
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [parametrizations.weight_norm, torch.nn.utils.weight_norm, parametrizations.spectral_norm],
+    ids=["weight_norm", "weight_g", "spectral_norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_channels_of_a_computed_weight_are_masked_and_ranked_as_those_of_a_weight(
+    computed: Callable[[nn.Module], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    layer = computed(nn.Conv2d(3, 8, 3)).eval()
+    prepared = channels_of(layer)
+    (group,) = pdp_fx.explain(prepared).groups
+    assert group.masked == ("1",), "ahead of BatchNorm a mask would be in its statistics"
+    (_, mask), *others = pruner_of(prepared).mask_items()
+    assert not others
+    scores = cast(ChannelPolicy, mask).scores(*parameters_of(prepared, mask))
+    torch.testing.assert_close(scores, cast(Tensor, layer.weight).flatten(1).square().mean(1).sqrt())
 
 
 class Rooted(nn.Module):

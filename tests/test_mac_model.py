@@ -1,6 +1,11 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 import pdp_fx
 from pdp_fx import Channels
@@ -68,3 +73,53 @@ def test_a_weight_used_twice_counts_twice() -> None:
     model, x = net("tied")
     found = analyse(trace(model, x), ((x,), {}), {})
     assert [c.weight for c in found.contractions].count("encoder.weight") == 2
+
+
+class Adapted(nn.Linear):
+    """A layer with a low-rank product added to its weight, which is computed once for all examples."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.down = nn.Parameter(0.1 * torch.randn(8, in_features))
+        self.up = nn.Parameter(0.1 * torch.randn(out_features, 8))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.linear(input, self.weight + self.up @ self.down, self.bias)
+
+
+class Repeated(nn.Linear):
+    """A layer that uses each row of its weight twice."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.linear(input, self.weight.repeat_interleave(2, 0))
+
+
+def normed(in_features: int, out_features: int) -> nn.Module:
+    return parametrizations.weight_norm(nn.Linear(in_features, out_features))
+
+
+def normed_by_columns(in_features: int, out_features: int) -> nn.Module:
+    return parametrizations.weight_norm(nn.Linear(in_features, out_features), dim=1)
+
+
+def flops(model: nn.Module, x: torch.Tensor) -> int:
+    """Multiply-accumulates of one example in layers, as torch counts them."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(x)
+    of_layers = counter.get_flop_counts()["Global"]
+    return sum(of_layers.get(kind, 0) for kind in (torch.ops.aten.addmm, torch.ops.aten.mm)) // 2 // len(x)
+
+
+@pytest.mark.parametrize("layer", [normed, normed_by_columns, Adapted, Repeated, nn.Linear])
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_computed_weights_count_as_they_are_used(layer: Callable[[int, int], nn.Module], batch: int) -> None:
+    torch.manual_seed(0)
+    wide = 64 if layer is Repeated else 32
+    model = nn.Sequential(layer(16, 32), nn.ReLU(), layer(wide, 32), nn.ReLU(), nn.Linear(wide, 4))
+    x = torch.randn(batch, 16)
+    dense = 16 * wide + wide * wide + wide * 4
+    prepared = pruned(model, Channels(mac_reduction=0.5), x)
+    assert pdp_fx.report(prepared).macs == dense
+    left = flops(pdp_fx.convert(prepared), x)
+    assert pdp_fx.report(prepared).macs_left == left
+    assert 0.5 <= 1 - left / dense < 0.56

@@ -35,7 +35,7 @@ from pdp_fx.channels.choices import choose
 from pdp_fx.channels.flow import RULES, LabelFlow, Rule
 from pdp_fx.channels.grouping import Make, Stay, collect_groups, concatenated, distinct
 from pdp_fx.channels.labels import Layer, Reason, Slot, origins
-from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn, stored
+from pdp_fx.channels.record import Call, Labelled, Production, Record, StandIn, Use, stored
 from pdp_fx.channels.rectangles import make_rectangular
 from pdp_fx.channels.resize import check_sizes
 from pdp_fx.channels.rewrites import NORMS
@@ -265,6 +265,7 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         masked=masked,
         norms=tuple(record.norms),
         contractions=tuple(record.contractions),
+        uses=tuple(_with_classes(use, classes) for use in record.uses),
         shapes=record.shapes,
         values=record.values,
         resized=tuple(record.resized),
@@ -273,11 +274,17 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         batch=batch,
         classes=classes,
         stand_ins=record.stand_ins,
+        lengths=record.lengths,
         by_sizes=record.by_sizes,
         alone=alone,
         aligned=distinct(classes[concatenated(record.aligned)]),
         inner=record.inner,
     )
+
+
+def _with_classes(use: Use, classes: np.ndarray) -> Use:
+    """The use of a weight with the classes of its labels."""
+    return replace(use, axes=tuple(axis if isinstance(axis, int) else classes[axis] for axis in use.axes))
 
 
 def _explained(group: ChannelGroup, slots: dict[Slot, np.ndarray]) -> ChannelGroup:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from pdp_fx.channels.kept import Kept
 from pdp_fx.channels.labels import Reason, Slot
-from pdp_fx.channels.record import Contraction, Labelled, NormSite, StandIn, stored
+from pdp_fx.channels.record import Contraction, Labelled, NormSite, StandIn, Use, stored
 from pdp_fx.errors import PassError
 from pdp_fx.tracing.skipping import kept_unless
 
@@ -61,7 +61,8 @@ class ChannelMap:
         grouped: by node and weight of a convolution, whether each channel is a group of its own.
         masked: the parameter axes that must be masked so that dropped channels are 0.
         norms: nodes that normalise over channels, to be given masks.
-        contractions: where weights are multiplied, for counting.
+        contractions: where parameters are multiplied.
+        uses: products of data with weights, for counting; the labels of their axes are classes.
         shapes: the shape of every parameter and buffer.
         values: the shapes and labels of the tensors that each node returned.
         resized: the nodes whose sizes must be updated when channels are removed.
@@ -70,6 +71,7 @@ class ChannelMap:
         batch: the size of the first axis of the first input tensor.
         classes: the class of every label.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
+        lengths: as in `Record`.
         by_sizes: whether what is done to channels may be something else on inputs of other sizes.
         alone: whether an axis of the example has one index, so that one of channels may hold another, too.
         aligned: the classes of which a multiple of `ALIGNED` has to stay.
@@ -86,6 +88,7 @@ class ChannelMap:
     masked: frozenset[Slot]
     norms: tuple[NormSite, ...]
     contractions: tuple[Contraction, ...]
+    uses: tuple[Use, ...]
     shapes: dict[str, tuple[int, ...]]
     values: dict[str, tuple[Labelled, ...]]
     resized: tuple[str, ...]
@@ -94,6 +97,7 @@ class ChannelMap:
     batch: int
     classes: np.ndarray
     stand_ins: dict[str, StandIn]
+    lengths: dict[str, int]
     by_sizes: bool
     alone: bool
     aligned: np.ndarray

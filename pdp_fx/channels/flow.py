@@ -19,7 +19,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow, written_by
 from pdp_fx.channels.in_place import fills_with_zero, out_of_place
 from pdp_fx.channels.labels import Layer, Reason, Slot, is_between_others, origins, shaped
-from pdp_fx.channels.record import Call, Contraction, NormSite, Production, Record, Sized, StandIn
+from pdp_fx.channels.record import (
+    Call,
+    Contraction,
+    NormSite,
+    Production,
+    Record,
+    Sized,
+    StandIn,
+    Use,
+)
 from pdp_fx.channels.stored import Stored
 from pdp_fx.tracing.structure import flat_tensors, memory_of
 
@@ -186,6 +195,9 @@ class LabelFlow(TorchDispatchMode):
                 self.freeze(
                     self.record.slots[slot], "convert writes down the weight that is computed from it"
                 )
+        # What was asked of the parameters is not asked of the weight that has their name from here on.
+        asked, behind = self.record.demands, frozenset(slots)
+        self.record.demands = [layer for layer in asked if behind.isdisjoint(origins(layer))]
         self.stored.let_stand(value, by.parameter)
         self._know(value, self._label_stored(by.parameter, value))
         self.record.stand_ins[by.parameter] = by
@@ -397,16 +409,30 @@ class LabelFlow(TorchDispatchMode):
         return self.record.grouped[use]
 
     def contract(self, weight: Tensor, data: Tensor, positions: float, inputs: Tensor | None) -> None:
-        """Count the multiply-accumulates of a contraction of ``data`` with a stored weight."""
+        """Count the multiply-accumulates of a contraction of ``data`` with a stored weight.
+
+        What is computed of weights alone is computed once, and not for every example.
+        """
         if weight not in self.stored:
             return
+        of_data = data not in self.stored
         lost = [Production(slot, self.record.slots[slot], False) for slot in self.stored.lost_by(weight)]
         self.record.producers += lost
         behind = [origins(layer) for layer in self.layers(weight)]
-        if data not in self.stored:
+        if of_data:
             self.record.weighing.update(slot for slots in behind for slot in slots)
-        for name, share in self.stored.shares(weight, behind).items():
-            self.record.contractions.append(Contraction(name, positions * share, self.node, inputs))
+            self.record.uses.append(Use(self._axes(weight), positions))
+        for name, share in self.stored.shares(weight, [*behind, *([made.slot] for made in lost)]).items():
+            used = positions * share if of_data else 0.0
+            self.record.contractions.append(Contraction(name, used, self.node, inputs))
+
+    def _axes(self, weight: Tensor) -> tuple[np.ndarray | int, ...]:
+        """The labels of each axis of a weight, or its length if it has none of its own."""
+        found: list[np.ndarray | int] = list(weight.shape)
+        for layer in self.layers(weight):
+            if len(layer.support) == 1 and not layer.free:
+                found[min(layer.support)] = layer.ids.reshape(-1).numpy()
+        return tuple(found)
 
 
 def _strides(tensor: Tensor) -> list[int]:

@@ -13,14 +13,28 @@ from pdp_fx.channels.labels import Layer, Reason, Slot, Ties
 from pdp_fx.tracing.structure import flat_tensors
 
 
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A product of data with a weight, be it a parameter or computed from some.
+
+    Attributes:
+        axes: for every axis of the weight its labels, as classes once they are known, or its length where it
+            has none.
+        positions: how often each weight is used, summed over the batch.
+    """
+
+    axes: tuple[np.ndarray | int, ...]
+    positions: float
+
+
 @dataclass(frozen=True)
 class Contraction:
-    """A conv, linear or matmul with a parameter as its weight.
+    """A conv, linear or matmul with a parameter as its weight, or as a part of that.
 
     Attributes:
         weight: the parameter's qualified name.
-        positions: how often each weight is used, summed over the batch; below 1 if only a part of the
-            parameter is used.
+        positions: how often each number of the parameter is used, summed over the batch; below 1 if only a
+            part of it is used, and 0 in a product with other parameters.
         node: the graph node that does it.
         inputs: the labels of the input channels, or None when they have none.
     """
@@ -162,7 +176,8 @@ class Record:
         shapes: the shape of every parameter and buffer.
         producers: weight axes that produce new channels.
         weighing: parameter axes that are multiplied with data, directly or as part of a computed weight.
-        contractions: products of stored weights, for counting multiply-accumulates.
+        contractions: products of parameters, by name.
+        uses: products of data with weights, for counting multiply-accumulates.
         grouped: by node and weight of a convolution, whether each channel is a group of its own.
         unmasked: (slots, labels, reason) where a mask on one of these parameter axes, or of a norm if there
             are none, would make elements 0 that must not be.
@@ -180,6 +195,7 @@ class Record:
         varying: nodes whose result may differ at the next call.
         free_axes: for every shape that was read, the axes whose sizes may then differ, and its rank.
         stand_ins: the computed weights that stand for parameters, by the parameter's name.
+        lengths: the parameters whose numbers are lengths of rows of a weight, with how long these rows are.
         reorders: whether an operation put axes into another order, so that the first need not be the batch.
         by_sizes: whether what is done to channels may be something else on inputs of other sizes.
         masked: parameter axes that must be masked because of inputs of other sizes.
@@ -195,6 +211,7 @@ class Record:
     producers: list[Production] = field(default_factory=list[Production])
     weighing: set[Slot] = field(default_factory=set[Slot])
     contractions: list[Contraction] = field(default_factory=list[Contraction])
+    uses: list[Use] = field(default_factory=list[Use])
     grouped: dict[tuple[str, str], bool] = field(default_factory=dict[tuple[str, str], bool])
     unmasked: list[tuple[frozenset[Slot], Tensor, Reason]] = field(
         default_factory=list[tuple[frozenset[Slot], Tensor, Reason]]
@@ -215,6 +232,7 @@ class Record:
         default_factory=dict[str, "tuple[frozenset[int], int]"]
     )
     stand_ins: dict[str, StandIn] = field(default_factory=dict[str, StandIn])
+    lengths: dict[str, int] = field(default_factory=dict[str, int])
     reorders: bool = False
     by_sizes: bool = False
     masked: frozenset[Slot] = frozenset()

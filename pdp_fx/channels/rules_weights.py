@@ -21,6 +21,8 @@ def weight_norm(call: Call, flow: LabelFlow) -> None:
     direction, lengths = call.args[:2]
     axis = int(call.argument(2, "dim", 0)) % direction.ndim
     given = next((layer for layer in flow.layers(lengths) if layer.support == frozenset({axis})), None)
+    if lengths in flow.stored:
+        flow.record.lengths[flow.stored.name(lengths)] = direction.numel() // direction.shape[axis]
     kept: list[Layer] = []
     for layer in flow.layers(direction):
         if axis not in layer.support and layer.all_zero:

@@ -85,7 +85,7 @@ class Stored:
             self._lost[tensor] = self.lost_by(tensor) + rows
 
     def shares(self, weight: Tensor, behind: Sequence[Sequence[Slot]]) -> Mapping[str, float]:
-        """The parameters that a weight consists of, with the share of each that is used.
+        """The parameters that a weight consists of, with how often each of their numbers is in it.
 
         Args:
             weight: a stored tensor.
@@ -96,9 +96,11 @@ class Stored:
             return {own: 1}
         named = ([slot.tensor for slot in slots if not slot.constant] for slots in behind)
         owners = [dict.fromkeys(names) for names in named if names]
-        names = [name for name in owners[0] if all(name in others for others in owners)] if owners else []
+        common = [name for name in owners[0] if all(name in others for others in owners)] if owners else []
+        # Rows that are scaled to lengths of their own have their labels from these.
+        names = common or list(dict.fromkeys(name for each in owners for name in each))
         sizes = {name: math.prod(self.shapes[name]) for name in names}
-        if sum(sizes.values()) <= weight.numel():
-            return dict.fromkeys(names, 1)
-        largest = max(names, key=lambda name: sizes[name])
-        return {largest: min(1, weight.numel() / sizes[largest])}
+        if sum(sizes.values()) > weight.numel():
+            largest = max(names, key=lambda name: sizes[name])
+            sizes = {largest: sizes[largest]}
+        return {name: weight.numel() / max(sum(sizes.values()), 1) for name in sizes}
