@@ -87,6 +87,9 @@ class NM:
 class Channels:
     """Prune whole channels, so that the converted model has smaller layers. Give one of the two targets.
 
+    Channels are ranked by the root mean square of the weights that produce them. Rows of weights that the
+    model standardises, as those of BiT's convolutions, all have the same: rounding ranks these.
+
     Args:
         ratio: share of the channels to prune, over all groups that have this rule, 0 < ratio < 1.
         mac_reduction: share of the multiply-accumulates to save, 0 < mac_reduction < 1; 0.5 halves them.

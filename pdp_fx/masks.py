@@ -8,7 +8,7 @@ trainable parameter; its state is integers, so that casting the model to another
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,12 @@ from pdp_fx.ops import gpu
 from pdp_fx.ops.nm import group_view, nm_threshold
 from pdp_fx.ops.nm_mask import nm_soft_mask
 from pdp_fx.ops.soft_mask import Temperature, Threshold, sigmoid, soft_mask, soft_mask_value
+from pdp_fx.ops.squares import sum_of_squares
 from pdp_fx.ops.straight import straight_through
-from pdp_fx.ops.threshold import compute_dtype, threshold
+from pdp_fx.ops.threshold import threshold
 from pdp_fx.ops.together import Together
 from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy
-from pdp_fx.softness import Softness
-
-SMALLEST_TAU = 1e-30
-"""The lower bound of a relative tau, which would be 0 for a layer of zeros."""
+from pdp_fx.softness import SMALLEST_TAU, Softness
 
 
 class Tempered(MaskPolicy):
@@ -61,8 +59,7 @@ class Tempered(MaskPolicy):
         number = self.tau.start if self.tau.end is None else self._number().clone()
         if not self.tau.relative:
             return number
-        norm = cast(Tensor, torch.linalg.vector_norm(weight.detach(), dtype=compute_dtype(weight.dtype)))
-        return (number * norm.square() / weight.numel()).clamp(min=SMALLEST_TAU)
+        return (number * sum_of_squares(weight.detach()) / weight.numel()).clamp(min=SMALLEST_TAU)
 
     def values(self, *weights: Tensor) -> Tensor:
         return super().values(*weights) if self.tau.hard else self.soft_values(*weights)
@@ -144,6 +141,8 @@ class ChannelMask(Tempered, ChannelPolicy):
 
     def soft(self, *weights: Tensor) -> Tensor:
         scores = self.scores(*weights)
+        if self.idle(scores):
+            return torch.ones_like(scores, requires_grad=False)
         t, lifted = self._threshold(scores)
         mask = sigmoid((lifted.square() - t * t.abs()) / self.temperature(scores))
         return self.kept(scores) + (mask - mask.detach()) if self.tau.hard else mask

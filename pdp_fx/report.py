@@ -59,8 +59,8 @@ class Row:
 
     @property
     def sparsity(self) -> float:
-        """Share of the weights that are 0 or removed."""
-        return 1 - self.left / self.weights
+        """Share of the weights that are 0 or removed; 0 if there are none."""
+        return 1 - self.left / self.weights if self.weights else 0.0
 
 
 @dataclass(frozen=True)

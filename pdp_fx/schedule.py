@@ -28,7 +28,8 @@ class Schedule:
     """The paper's ramp from the dense model to the full target.
 
     Args:
-        start: first epoch (or step) of the ramp, at which the layers' ratios are fixed too; 0 or more.
+        start: first epoch (or step) of the ramp, at which the layers' ratios are fixed too; 0 or more. At 0
+            they are fixed by the first call of `pdp_fx.step`.
         epsilon: progress per epoch (or step), from 1e-9 to 1; 0.015 takes 67 epochs.
         per: what one call of `pdp_fx.step` stands for, "epoch" or "step".
         length: how many epochs (or steps) the training will have; when given, the ramp must be over at the

@@ -13,6 +13,9 @@ from pdp_fx.field_checks import described, finite_number
 
 RELATIVE = "rel:"
 
+SMALLEST_TAU = 1e-30
+"""The least tau that float32 can compute masks with; under a relative tau, that of a layer of zeros."""
+
 
 @final
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class Softness:
     """How tau follows from the progress of the ramp and the scale of the layer.
 
     Args:
-        start: tau (or c in "rel:c") while nothing is pruned; above 0.
-        end: the same at the full target; above 0. None keeps it constant.
+        start: tau (or c in "rel:c") while nothing is pruned; at least `SMALLEST_TAU`.
+        end: the same at the full target; None keeps it constant.
         relative: whether tau is multiplied by the mean square of the layer's weights.
         hard: whether layers compute with hard masks in training mode, too (the spec's ``forward="hard"``).
     """
@@ -36,13 +39,16 @@ class Softness:
         """The softness that a spec's ``tau`` and ``tau_end`` describe.
 
         Raises:
-            SpecError: one of them is not a number above 0, or a text is not of the form "rel:0.1".
+            SpecError: one of them is not a number of at least `SMALLEST_TAU`, or a text is not of the form
+                "rel:0.1".
         """
         if isinstance(tau, str):
             return cls(_factor(tau), _end(end), relative=True)
         start = finite_number("PruneSpec: tau", tau)
-        if start <= 0:
-            raise SpecError(f"PruneSpec: tau must be above 0, got {start:g}; the paper's value is 1e-4")
+        if start < SMALLEST_TAU:
+            raise SpecError(
+                f"PruneSpec: tau must be at least {SMALLEST_TAU:g}, got {start:g}; the paper's value is 1e-4"
+            )
         return cls(start, _end(end))
 
     @property
@@ -66,9 +72,10 @@ def _factor(text: str) -> float:
         factor = float(number) if number != text else None
     except ValueError:
         factor = None
-    if factor is None or not 0 < factor < float("inf"):
+    if factor is None or not SMALLEST_TAU <= factor < float("inf"):
         raise SpecError(
-            f"PruneSpec: tau must be a number above 0 or a text like 'rel:0.1', got {described(text)}"
+            "PruneSpec: tau must be a number, or a text like 'rel:0.1' with one, of at least "
+            f"{SMALLEST_TAU:g}, got {described(text)}"
         )
     return factor
 
@@ -77,8 +84,9 @@ def _end(end: float | None) -> float | None:
     if end is None:
         return None
     number = finite_number("PruneSpec: tau_end", end)
-    if number <= 0:
+    if number < SMALLEST_TAU:
         raise SpecError(
-            f"PruneSpec: tau_end must be above 0, got {number:g}; leave it out to keep tau as it is"
+            f"PruneSpec: tau_end must be at least {SMALLEST_TAU:g}, got {number:g}; "
+            "leave it out to keep tau as it is"
         )
     return number

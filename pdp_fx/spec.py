@@ -62,7 +62,8 @@ class PruneSpec:
             runs, after each call of `step` but about a hundred times at most; "uniform" gives each layer
             its rule's ratio.
         min_keep: unless the allocation is uniform, no layer keeps less than this share of what a uniform
-            allocation would keep, from 0 (the paper's unguarded ranking) to 1 (uniform).
+            allocation would keep, rounded down to whole weights or channels, from 0 (the paper's unguarded
+            ranking) to 1 (uniform).
         tau_end: the number in tau when the target is reached; tau changes geometrically from its start to
             this end during the ramp. None keeps it constant.
         forward: what layers compute with in training mode. "soft" is w m, as in the paper (equation 1).

@@ -11,7 +11,7 @@ from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
 from benchmarks.mobilenet_v1 import MobileNetV1
-from pdp_fx import NM, Channels, PruneSpec, Report, Unstructured
+from pdp_fx import NM, Channels, PruneSpec, Report, Schedule, Unstructured
 from pdp_fx.report import Row
 from tests.nets import NETS, RULES, at_once, counts, mask_of, net, pruned, snapshot, state, train
 
@@ -163,6 +163,24 @@ def test_a_weight_with_channels_that_stay_has_the_target_of_its_rows() -> None:
     gone = 16 - found["stem"].left // 4
     assert gone > 0
     assert found["stem"].target == pytest.approx(gone / 16)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_a_layer_without_weights_is_counted() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some, self.none = nn.Linear(6, 8), nn.Linear(8, 0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.some(x)
+            return torch.cat([x, self.none(x)], 1)
+
+    model = pdp_fx.prepare(Both(), PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), torch.randn(2, 6))
+    pdp_fx.step(model)
+    row = next(row for row in pdp_fx.report(model).rows if row.layer == "none")
+    assert (row.weights, row.left, row.sparsity) == (0, 0, 0.0)
+    assert "0.00%" in str(pdp_fx.report(model))
 
 
 def test_a_tied_weight_is_one_row_used_twice() -> None:

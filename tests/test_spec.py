@@ -37,7 +37,7 @@ def test_a_spec_cannot_be_changed_in_place() -> None:
 def test_replacing_one_field_keeps_the_others_and_checks_the_new_one() -> None:
     replaced = dataclasses.replace(SPEC, tau=1e-5)
     assert (replaced.tau, replaced.overrides) == (1e-5, SPEC.overrides)
-    with pytest.raises(SpecError, match="tau must be above 0"):
+    with pytest.raises(SpecError, match="tau must be at least 1e-30"):
         dataclasses.replace(SPEC, tau=0)
 
 
@@ -64,16 +64,19 @@ def test_the_guard_may_be_anything_from_off_to_uniform(min_keep: float) -> None:
         ({"default": None}, "nothing would be pruned, .*no override has a rule; write for example"),
         ({"default": None, "overrides": {"fc": None}}, "nothing would be pruned"),
         ({"default": NM(2, 4), "schedule": 16}, r"schedule must be a Schedule, got 16 \(int\)"),
-        ({"default": NM(2, 4), "tau": 0}, "tau must be above 0, got 0; the paper's value is 1e-4"),
-        ({"default": NM(2, 4), "tau": -1e-4}, "tau must be above 0, got -0.0001"),
+        ({"default": NM(2, 4), "tau": 0}, "tau must be at least 1e-30, got 0; the paper's value is 1e-4"),
+        ({"default": NM(2, 4), "tau": -1e-4}, "tau must be at least 1e-30, got -0.0001"),
         ({"default": NM(2, 4), "tau": float("inf")}, "tau must be finite, got inf"),
         (
             {"default": NM(2, 4), "tau": "auto"},
-            "tau must be a number above 0 or a text like 'rel:0.1', got 'auto'",
+            "tau must be a number, or a text like 'rel:0.1' with one, of at least 1e-30, got 'auto'",
         ),
         ({"default": NM(2, 4), "tau": "rel:-1"}, "tau must be .*, got 'rel:-1'"),
         ({"default": NM(2, 4), "tau": None}, "tau must be a number, got None"),
-        ({"default": NM(2, 4), "tau_end": 0}, "tau_end must be above 0, got 0; leave it out"),
+        ({"default": NM(2, 4), "tau": 1e-40}, "tau must be at least 1e-30, got 1e-40"),
+        ({"default": NM(2, 4), "tau": "rel:1e-45"}, "tau must be .*, got 'rel:1e-45'"),
+        ({"default": NM(2, 4), "tau_end": 1e-42}, "tau_end must be at least 1e-30, got 1e-42"),
+        ({"default": NM(2, 4), "tau_end": 0}, "tau_end must be at least 1e-30, got 0; leave it out"),
         ({"default": NM(2, 4), "forward": "firm"}, "forward must be"),
         (
             {"default": NM(2, 4), "min_keep": 1.5},

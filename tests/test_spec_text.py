@@ -56,10 +56,10 @@ specs = st.builds(
     rules,
     st.dictionaries(st.one_of(names, regexes, types), st.one_of(st.none(), rules), max_size=5),
     st.one_of(schedules, st.integers(2, 500).map(Schedule.fit)),
-    tau=st.one_of(st.floats(0, 1e6, exclude_min=True), st.floats(1e-9, 1e3).map("rel:{}".format)),
+    tau=st.one_of(st.floats(1e-30, 1e6), st.floats(1e-9, 1e3).map("rel:{}".format)),
     allocation=st.sampled_from(["global", "dynamic", "uniform"]),
     min_keep=st.floats(0, 1),
-    tau_end=st.one_of(st.none(), st.floats(0, 1e6, exclude_min=True)),
+    tau_end=st.one_of(st.none(), st.floats(1e-30, 1e6)),
     forward=st.sampled_from(["soft", "hard"]),
 )
 
@@ -175,7 +175,7 @@ NO_SPECS: list[tuple[Any, str]] = [
     ),
     (
         {"default": DEFAULT, "tau": "1e-4"},
-        "in the spec: PruneSpec: tau must be a number above 0 or a text like 'rel:0.1', got '1e-4'",
+        "in the spec: PruneSpec: tau must be a number, or a text like 'rel:0.1' with one, of at least 1e-30",
     ),
     (
         {"default": DEFAULT, "schedule": {"begin": 1}},

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.ops.select import transformed
+from pdp_fx.ops.squares import sum_of_squares
 from pdp_fx.ops.threshold import compute_dtype
 
 
@@ -31,8 +32,7 @@ class _HalfSquares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, chosen: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(weight, chosen)
-        wide = _some(weight, chosen).to(compute_dtype(weight.dtype)).flatten()
-        return 0.5 * wide.dot(wide)
+        return 0.5 * sum_of_squares(_some(weight, chosen))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

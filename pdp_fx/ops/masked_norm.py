@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdp_fx.ops.select import readable
+from pdp_fx.ops.straight import straight_through
 from pdp_fx.ops.threshold import compute_dtype
 
 Axes: TypeAlias = int | list[int] | None
@@ -244,6 +245,9 @@ def _variance(input: Tensor, dim: Axes, off: float, keepdim: bool, mask: Tensor,
 def _choose(mask: Tensor, length: int, plain: Callable[[], Tensor], masked: Callable[[], Tensor]) -> Tensor:
     """The result of ``plain`` if all masks are 1, so that a mask that prunes nothing changes no bit.
 
+    The masks get the gradient of ``masked`` all the same: one of several norms over the channels of a group
+    may have lost none, and the forward pass may compute with hard masks.
+
     Args:
         mask: the mask.
         length: how long the axis of the channels is; also ``plain`` takes no other than that of the mask.
@@ -255,9 +259,16 @@ def _choose(mask: Tensor, length: int, plain: Callable[[], Tensor], masked: Call
         f"statistics run over an axis of {mask.numel()} entries, channels among them, and here it has "
         f"{length}; for other sizes, train with example_inputs like them, or average over the axes apart",
     )
-    if readable(mask.detach()):
-        return plain() if bool((mask == 1).all()) else masked()
-    return torch.where((mask == 1).all(), plain(), masked())
+    known, trains = readable(mask.detach()), mask.requires_grad and torch.is_grad_enabled()
+    whole = (mask == 1).all()
+    if known and not whole:
+        return masked()
+    if known and not trains:
+        return plain()
+    result = masked()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not trains):
+        value = plain() if known else torch.where(whole, plain(), result)
+    return straight_through(result, value) if trains else value
 
 
 def _affine(scaled: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor) -> Tensor:

@@ -73,6 +73,30 @@ def test_masked_channels_are_zero_and_take_no_part_in_the_statistics() -> None:
     torch.testing.assert_close(rms[..., stays], expected, rtol=1e-12, atol=1e-12)
 
 
+def test_masks_that_are_all_1_get_the_gradient_of_the_masked_norm() -> None:
+    x, weight, bias = some(3, 5, 8), some(8), some(8).flip(0)
+    mask = torch.ones(8, dtype=torch.float64)
+
+    def by_formula(x: Tensor, mask: Tensor) -> Tensor:
+        share = mask / mask.sum()
+        centred = x - (x * share).sum(-1, keepdim=True)
+        scaled = centred * torch.rsqrt((centred.square() * share).sum(-1, keepdim=True) + 1e-5)
+        return mask * (scaled * weight + bias)
+
+    def gradients(norm: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        given = x.clone().requires_grad_(), mask.clone().requires_grad_()
+        return torch.autograd.grad((norm(*given) * some(8)).square().sum(), given)
+
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        return masked_layer_norm(x, [8], weight, bias, mask=mask)
+
+    plain = functional.layer_norm(x, [8], weight, bias)
+    assert masked(x, mask.clone().requires_grad_()).equal(plain), "no bit changes"
+    found = gradients(masked)
+    assert found[1].abs().max() > 0.1
+    torch.testing.assert_close(found, gradients(by_formula), rtol=1e-12, atol=1e-12)
+
+
 def test_a_group_norm_loses_the_same_places_of_all_groups_or_whole_groups() -> None:
     x, weight, bias = some(3, 12, 5), some(12), some(12).flip(0)
     for stays, groups in (
