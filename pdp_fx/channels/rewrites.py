@@ -274,8 +274,11 @@ def _constant_fits(node: fx.Node, record: Record) -> bool:
 
 
 def _number_fits(node: fx.Node, record: Record) -> bool:
-    """Fits a number of channels that becomes a tensor."""
-    return len(node.args) == 1 and getattr(node.args[0], "name", "") in record.numbers
+    """Fits a number of channels that becomes a tensor, alone or in a list."""
+    *others, told = node.args or (None,)
+    nodes = [each for each in (told if isinstance(told, list) else [told]) if isinstance(each, fx.Node)]
+    alone = len(others) == (node.op == "call_method")
+    return alone and bool(nodes) and all(each.name in record.numbers for each in nodes)
 
 
 def _repeat(node: fx.Node, job: Job) -> None:
@@ -398,7 +401,8 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
     "torchvision::deform_conv2d": Rewrite(_stays), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
     "squeeze_": _SQUEEZE, "repeat": _REPEAT, "tile": _REPEAT, torch.tile: _REPEAT,
-    "repeat_interleave": _INTERLEAVE, torch.repeat_interleave: _INTERLEAVE, torch.tensor: _NUMBER,
+    "repeat_interleave": _INTERLEAVE, torch.repeat_interleave: _INTERLEAVE,
+    torch.tensor: _NUMBER, torch.as_tensor: _NUMBER, torch.scalar_tensor: _NUMBER, "new_tensor": _NUMBER,
     torch.arange: _CONSTANT, torch.linspace: _CONSTANT, torch.logspace: _CONSTANT,
 }  # fmt: skip
 """The rewrites of functions and methods that have sizes or positions among their arguments."""

@@ -88,11 +88,18 @@ def _of_emptied(result: Tensor, cut: list[Layer], call: Call, flow: LabelFlow) -
     emptied = frozenset(axis for axis, size in enumerate(result.shape) if not size and same)
     inner = min(emptied, default=0) if packet in CUTS else 0
     heads = [layer for layer in cut if max(layer.support, default=inner) < inner]
-    for layer in flow.layers(source):
+    always = packet is aten.slice and not flow.varies and _is_always_empty(call)
+    for layer in () if always else flow.layers(source):
         followed = any(layer is each for head in heads for each in (head, *head.needs))
         if not followed and not layer.support <= emptied:
             flow.freeze(layer.ids, *EMPTIED)
     return heads
+
+
+def _is_always_empty(call: Call) -> bool:
+    """Whether a slice ends where it starts, such as one from 0 to 0, whatever it is taken of."""
+    start, end = call.argument(2, "start"), call.argument(3, "end")
+    return end is not None and 0 <= end <= (start or 0)
 
 
 def _keep_lost(before: list[Layer], after: list[Layer], flow: LabelFlow) -> None:
@@ -190,6 +197,9 @@ def _note_part(before: Layer, part: Layer, call: Call, flow: LabelFlow) -> None:
     chosen = call.func.overloadpacket in CUTS or call.func.overloadpacket is aten.index
     some = part.ids.numel() != before.ids.numel() and (not part.free or part.ids.numel() == 1)
     if chosen and len(before.support) == 1 and some:
+        if part.ids.numel() == 1 and not part.free:
+            # What is left of the axis carries no labels, so this one stays whatever is done with it.
+            flow.freeze(part.ids, PICKED, PICKED_REMEDY)
         flow.record.parts.append(part.ids.reshape(-1))
     if part.ids.numel() == 1 < before.ids.numel() and _picks(call):
         # An axis with one index carries no labels, from which the index could be updated.

@@ -173,9 +173,11 @@ def subscript(node: fx.Node, job: Job) -> None:
         number = (
             job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None
         )
-        parts[place] = (
-            source.before(axis, number % size) if isinstance(number, int) else chosen(job, axis, at)
-        )
+        if isinstance(number, int):
+            # One that counts from the end goes on to.
+            parts[place] = source.before(axis, number % size) - (source.size(axis) if number < 0 else 0)
+        else:
+            parts[place] = chosen(job, axis, at)
     whole = isinstance(node.args[1], (tuple, list)) and not _is_index(node.args[1])
     node.args = (node.args[0], tuple(parts) if whole else parts[0], *node.args[2:])
 

@@ -220,13 +220,29 @@ class PositionsForEachExample(nn.Module):
         parts = x.view(*x.shape[:-1], HEADS, -1).transpose(1, 2)
         return parts.contiguous().view(-1, x.size(1), parts.size(-1))
 
+    def scale(self, q: Tensor) -> Tensor:
+        return torch.sqrt(torch.tensor(q.size(-1), dtype=torch.float)).to(q.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (self.heads(layer(x)) for layer in (self.q, self.k, self.v))
         places = self.heads(self.k(self.places.weight[None])).repeat(q.size(0) // HEADS, 1, 1)
-        scale = torch.sqrt(torch.tensor(q.size(-1), dtype=torch.float)).to(q.dtype)
-        weight = (torch.bmm(q, (k + places).transpose(1, 2)) / scale).softmax(-1)
+        weight = (torch.bmm(q, (k + places).transpose(1, 2)) / self.scale(q)).softmax(-1)
         y = torch.bmm(weight, v).view(-1, HEADS, x.size(1), v.size(-1)).transpose(1, 2)
         return self.out(y.reshape(*x.shape[:2], -1))
+
+
+class ScaleAsTensor(PositionsForEachExample):
+    """The width of a head is made a tensor of the dtype of the products (temporal fusion transformers)."""
+
+    def scale(self, q: Tensor) -> Tensor:
+        return torch.sqrt(torch.as_tensor(q.size(-1), dtype=q.dtype))
+
+
+class ScaleInNewTensor(PositionsForEachExample):
+    """It is one of the numbers of a tensor."""
+
+    def scale(self, q: Tensor) -> Tensor:
+        return q.new_tensor([q.size(-1), 1]).prod().sqrt()
 
 
 class HeadsOfTheInput(nn.Module):
@@ -620,6 +636,8 @@ ATTENTION = (
     Construct(OperationItself, sequences(), removed=12),
     Construct(ScaleFromWidth, sequences(), removed=16, through_norms=True),
     Construct(PositionsForEachExample, sequences(), removed=9),
+    Construct(ScaleAsTensor, sequences(), removed=9),
+    Construct(ScaleInNewTensor, sequences(), removed=9),
     Construct(HeadsOfTheInput, sequences(4 * SIZE), removed=6),
     Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),

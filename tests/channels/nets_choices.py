@@ -126,6 +126,31 @@ class SharedPartOfKeysThatStay(SharedPartOfKeys):
     """A bias for each head keeps the heads, so what is inside them can go, be it shared or not."""
 
 
+class ConditionedStream(nn.Module):
+    """One layer makes a shift, a scale and a gate for a stream (adaptive norms), which are cut apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.condition = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 3 * 8)
+        self.table, self.norm = nn.Parameter(torch.randn(3, 8)), nn.LayerNorm(8, elementwise_affine=False)
+        self.up, self.down, self.out = nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def parts(self, each: Tensor) -> tuple[Tensor, ...]:
+        return each.chunk(3, dim=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        shift, scale, gate = self.parts(self.table + self.condition(x.mean(1)).view(-1, 3, 8))
+        return self.out(y + gate * self.down(self.up(self.norm(y) * (1 + scale) + shift).relu()))
+
+
+class ConditionedStreamBySlices(ConditionedStream):
+    """The same, cut apart by slices of one index each."""
+
+    def parts(self, each: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each[:, place : place + 1] for place in range(3))
+
+
 CHOICES: tuple[Construct, ...] = (
     Construct(MasksOfSpeakers, signals(), removed=2 + 3 + 6),
     Construct(ExpertsThatMayBeIdle, vectors(), removed=4 + HEADS * SIZE + HEADS * 4),
@@ -135,4 +160,6 @@ CHOICES: tuple[Construct, ...] = (
     Construct(NormInHeadsThatStay, _with_bias, removed=18),
     Construct(SharedPartOfKeys, sequences(), removed=14, reason="which all have these"),
     Construct(SharedPartOfKeysThatStay, _with_bias, removed=16),
+    Construct(ConditionedStream, sequences(), removed=6, through_norms=True),
+    Construct(ConditionedStreamBySlices, sequences(), removed=6, through_norms=True),
 )

@@ -179,6 +179,18 @@ class StateOfZeros(Attention):
         return self.joined(x, first + q @ state)
 
 
+class NoLocalHeads(Attention):
+    """Heads are split into local and other ones, of which there may be none of either."""
+
+    local = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [(each[:, : self.local], each[:, self.local :]) for each in self.heads(x)]
+        both = zip(*parts, strict=True)
+        found = [F.scaled_dot_product_attention(*part) for part in both if part[0].shape[1] > 0]
+        return self.joined(x, torch.cat(found, 1))
+
+
 class SystemInHeads(Attention):
     """Each head solves a triangular system (gated delta nets)."""
 
@@ -397,6 +409,7 @@ class CopiesJoined(nn.Module):
 
 ONE_HEAD = 3 * SIZE
 HEAD_CONSTRUCTS: tuple[Construct, ...] = (
+    Construct(NoLocalHeads, sequences(), removed=ONE_HEAD),
     Construct(MaskRepeated, _with_mask, removed=ONE_HEAD),
     Construct(MaskRepeatedByShape, _with_mask, removed=ONE_HEAD),
     Construct(MaskTiled, _with_mask, removed=ONE_HEAD),
