@@ -277,7 +277,10 @@ def _refuse_without_numbers(model: nn.Module) -> None:
 
 
 def _broken_weight(model: nn.Module) -> str:
-    """The name of a parameter or BatchNorm statistic with NaN or infinite values, or the empty string."""
+    """The name of a parameter or BatchNorm statistic with NaN or infinite values, or the empty string.
+
+    A frozen parameter may be infinite: so are masks that attention adds.
+    """
     norms = [name for name, module in named_modules(model) if isinstance(module, _NormBase)]
     statistics = {
         f"{name}.{which}".lstrip(".") for name in norms for which in ("running_mean", "running_var")
@@ -285,7 +288,9 @@ def _broken_weight(model: nn.Module) -> str:
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in statistics]
     for name, tensor in [*model.named_parameters(), *buffers]:
         ranked = tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta
-        if ranked and not all_finite(tensor):
+        if not ranked or all_finite(tensor):
+            continue
+        if tensor.requires_grad or name in statistics or tensor.isnan().any():
             return name
     return ""
 

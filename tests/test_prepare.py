@@ -1,4 +1,5 @@
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -286,6 +287,26 @@ def test_frozen_parameters_stay_frozen() -> None:
         "fc.weight": True,
         "fc.bias": True,
     }
+
+
+@every_rule
+def test_a_frozen_parameter_may_be_infinite(rule: Rule) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+            ahead = torch.ones(5, 5).triu(1).bool()
+            self.ahead = nn.Parameter(torch.zeros(5, 5).masked_fill(ahead, -math.inf), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.q(x) @ self.k(x).transpose(1, 2) + self.ahead
+            out: Tensor = self.out(scores.softmax(-1) @ self.v(x))
+            return out
+
+    x = torch.randn(2, 5, 8)
+    prepared = pruned(Masked().double(), rule, x.double())
+    wanted = prepared.eval()(x.double())
+    torch.testing.assert_close(pdp_fx.convert(prepared)(x.double()), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_example_inputs_are_copied() -> None:

@@ -68,7 +68,8 @@ def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwarg
 def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
     """The parameters and buffers of what a method's code, and that of methods it calls, names after `self`.
 
-    This run may not take the branch that uses them. All of the module's if there is no code to read.
+    This run may not take the branch that uses them. All of the module's if there is no code to read. A number
+    that a part of it holds, as in ``self.net.hidden_features``, uses none.
     """
     named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     found, todo, seen = set[str](), [method], set[str]()
@@ -81,7 +82,12 @@ def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(type(model), name))))
         except (OSError, TypeError, SyntaxError, AttributeError):
             return frozenset(named)
-        asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        numbers = {
+            part for node in ast.walk(tree) if _is_number_of_part(node, model) for part in ast.walk(node)
+        }
+        asked = {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in numbers
+        }
         todo += [
             attr
             for attr in asked
@@ -89,6 +95,21 @@ def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
         ]
         found |= asked
     return frozenset(name for name in named if name.partition(".")[0] in found)
+
+
+def _is_number_of_part(node: ast.AST, model: nn.Module) -> bool:
+    """Whether an expression is a plain attribute of a module inside the model: a number, a text or None."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or len(names) < 2:
+        return False
+    holder: nn.Module | None = model
+    for name in names[:-1]:
+        holder = None if holder is None else holder._modules.get(name)
+    held = {} if holder is None else vars(holder)
+    return names[-1] in held and isinstance(held[names[-1]], bool | int | float | str | None)
 
 
 def run_function(recorder: Recorder, whole: Whole, function: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule, Unstructured
-from pdp_fx.errors import TraceError
+from pdp_fx.errors import SpecError, TraceError
 from pdp_fx.trace import trace
 from pdp_fx.tracing.shells import is_shell
 from tests.tracing.checks import Around, exact, opaque, targets
@@ -111,7 +111,7 @@ class Looks(nn.Module):
         self.narrow, self.out, self.both = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4)
 
     def look(self, x: Tensor) -> list[Tensor]:
-        positive = int((x[:, 0] > 0).sum())
+        positive: Any = (x[:, 0] > 0).sum().tolist()
         return list(self.both(self.encoder(x)).split([positive, len(x) - positive]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -432,6 +432,48 @@ def test_a_method_kept_whole_leaves_channels_around_it_to_be_removed() -> None:
     assert converted.get_parameter("0.narrow.weight").shape[0] == 4
     assert converted.get_parameter("0.encoder.0.weight").shape[0] == 12
     torch.testing.assert_close(converted(x), prepared(x), rtol=0.0, atol=1e-12)
+
+
+class Couples(nn.Module):
+    """Goes by its data in a method that may use its net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = Wide(), nn.Linear(4, 4)
+
+    def spline(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.net(by) if x.sum() > 0 else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.spline(x, self.net(x)))
+
+
+class CouplesByNumber(Couples):
+    """The method asks the net for a number only, as in neural spline flows."""
+
+    def spline(self, x: Tensor, by: Tensor) -> Tensor:
+        return x * by / self.net.hidden if x.sum() > 0 else x
+
+
+class Wide(nn.Sequential):
+    """Two layers that say how wide they are."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.hidden = 8
+
+
+def test_a_method_that_asks_a_part_for_a_number_uses_none_of_its_weights() -> None:
+    x = torch.randn(3, 4).double()
+    spec = PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0))
+    prepared = pdp_fx.prepare(nn.Sequential(CouplesByNumber().double()), spec, x)
+    pdp_fx.step(prepared.eval())
+    converted = pdp_fx.convert(prepared)
+    assert converted.get_parameter("0.net.0.weight").shape == (4, 4)
+    for each in (x, -x, torch.randn(5, 4).double()):
+        torch.testing.assert_close(converted(each), prepared(each), rtol=0.0, atol=1e-12)
+    with pytest.raises(SpecError, match="which spline uses inside itself"):
+        pdp_fx.prepare(nn.Sequential(Couples().double()), spec, x)
 
 
 def test_what_a_method_changes_and_returns_beside_something_else_is_a_part_of_its_result() -> None:
