@@ -21,6 +21,7 @@ from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.generators import random_state
 from pdp_fx.tracing.modes import in_eval_form
 from pdp_fx.tracing.outcome import Outcome, outcome
+from pdp_fx.tracing.verify import called
 
 
 class LabelWatch:
@@ -77,6 +78,10 @@ def _channels(gm: fx.GraphModule, ctx: Context, inputs: Inputs) -> ChannelMap:
             run = observe(gm, fresh(call), sites.out_of_reach, stand_ins=sites.stand_ins, inner=inner)
             return run.record
 
+    def taken(call: ExampleCall) -> None:
+        with trial(gm):
+            called(gm, call.fresh())
+
     watch = ctx.find(LabelWatch)
     first = observed(inputs) if watch is None or watch.record is None else watch.record
     record = choose(first, lambda each: structure(each, gm, inputs, through_norms), partial(observed, inputs))
@@ -86,5 +91,6 @@ def _channels(gm: fx.GraphModule, ctx: Context, inputs: Inputs) -> ChannelMap:
         gm,
         inputs,
         lambda call: structure(observed(call, record.inner), gm, call, through_norms=True),
+        taken,
     )
     return structure(record, gm, inputs, through_norms)

@@ -250,10 +250,11 @@ def _elsewhere(
     if pruner.channels is None or not pruner.channels.by_sizes:
         return ()
     example, widths = ExampleCall(*inputs), widths_of(pruner.channels.shapes)
+    free = example.sizes_taken(lambda call: eval_outputs(gm, (call.args, dict(call.kwargs))))
     found = (
         ("on a batch of another size", _taken(gm, example.others())),
-        ("on inputs of other sizes", _taken(gm, example.apart(single=False))),
-        ("on inputs of sizes without common factors", _taken(gm, example.unlike(widths))),
+        ("on inputs of other sizes", _taken(gm, example.apart(free, single=False))),
+        ("on inputs of sizes without common factors", _taken(gm, example.unlike(free, widths))),
     )
     return tuple((place, *taken) for place, taken in found if taken is not None)
 

@@ -44,7 +44,7 @@ from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
-from pdp_fx.tracing.resizing import sizes_to_hold
+from pdp_fx.tracing.resizing import try_sizes
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of
 from pdp_fx.tracing.steps import InexactError, Whole
@@ -151,8 +151,9 @@ def _trace_until_nothing_lasts(
                 lasting |= _culprits(model, example, lasting, err)
                 continue
         if findings.sizes.read:
-            unseen = followed_unseen(gm, model, example, findings)
-            held = sizes_to_hold(gm, model, example) | unseen.sizes
+            sizes = try_sizes(gm, model, example)
+            unseen = followed_unseen(gm, model, example, findings, sizes.free)
+            held = sizes.held | unseen.sizes
             if held:
                 findings = findings.anew(replace(findings.sizes, held=held))
                 gm = _traced(model, example, findings, watch)

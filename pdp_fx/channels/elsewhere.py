@@ -31,7 +31,11 @@ ELSEWHERE = "on inputs of other sizes"
 
 
 def heed_other_sizes(
-    record: Record, gm: fx.GraphModule, inputs: Inputs, follow: Callable[[Inputs], ChannelMap]
+    record: Record,
+    gm: fx.GraphModule,
+    inputs: Inputs,
+    follow: Callable[[Inputs], ChannelMap],
+    takes: Callable[[ExampleCall], object],
 ) -> None:
     """Add what is tied and what stays at other sizes, if the graph lays channels out by sizes.
 
@@ -40,6 +44,7 @@ def heed_other_sizes(
         gm: the graph module that ran.
         inputs: the example.
         follow: gives the channel structure for other inputs, or raises an error if the model refuses them.
+        takes: raises an error if the model refuses other inputs.
     """
     merged = _merged(gm, record)
     views = list(_views_of_channels(gm, record, merged))
@@ -49,9 +54,10 @@ def heed_other_sizes(
         return
     record.by_sizes = True
     example, widths = ExampleCall(*inputs), widths_of(record.shapes)
+    free = example.sizes_taken(takes)
     larger = any(view.varies and view.of_one_index for view in views)
-    for others in (example.unlike(widths), example.apart(single, larger)):
-        found = first_taken(others, lambda call: follow((call.args, dict(call.kwargs))))
+    for others in (example.unlike(free, widths), example.apart(free, single, larger)):
+        found = first_taken(others, lambda call: follow((call.args, dict(call.kwargs))), takes)
         if found is not None:
             _heed(record, found[1], gm)
 

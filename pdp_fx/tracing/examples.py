@@ -32,6 +32,10 @@ MOST_TOGETHER = 3
 ROOM = 2**24
 """The most numbers that a tensor may get by having longer axes."""
 
+GROWTH, FEW = 16, 2**14
+"""How many times as many numbers a made-up tensor may have, and how many any may: attention, for one, takes
+memory by the square of that."""
+
 LARGE = 16
 """So many examples cost much more than two."""
 
@@ -128,7 +132,15 @@ class ExampleCall:
     def _with(self, old: torch.Tensor, new: torch.Tensor) -> "ExampleCall":
         return self._mapped(lambda leaf: new if leaf is old else leaf)
 
-    def apart(self, single: bool, larger: bool = False) -> "Iterator[ExampleCall]":
+    def sizes_taken(self, takes: "Callable[[ExampleCall], object]") -> frozenset[int]:
+        """The sizes of axes but the batch that may be others, all axes of one size together.
+
+        Args:
+            takes: raises an error on a call that is refused.
+        """
+        return frozenset(size for size in self.sizes() if first_taken(self.resized(size), takes))
+
+    def apart(self, free: Collection[int], single: bool, larger: bool = False) -> "Iterator[ExampleCall]":
         """Calls with another batch size and sizes that are equal on this call by chance, the likeliest first.
 
         Of images as high as wide the width becomes another than the height, then both become smaller. Axes of
@@ -136,37 +148,42 @@ class ExampleCall:
         batch is another, for models that take no other size.
 
         Args:
+            free: the sizes that may be others.
             single: whether this last call is made if this call has a single example, too.
             larger: whether small sizes are doubled and trebled, too, for nets that leave one pixel of them.
         """
         sizes = self.sizes()
         for call, plain in self._longer():
-            for size, *more in _together(sizes):
+            for size, *more in _together(free):
                 if more:
-                    yield from _if_small(reduce, ExampleCall._spread_apart, [size, *more], call)
+                    yield from call._if_small(reduce, ExampleCall._spread_apart, [size, *more], call)
                     continue
                 one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
                 ways = [(another, one), (one, one)]
                 for other, width in [*ways, (3 * size, 2 * size)] if larger and size <= SMALL else ways:
-                    yield from _if_small(call._spread, size, other, width)
+                    yield from call._if_small(call._spread, size, other, width)
             if not plain or self.batch > 1 or single:
                 yield call
 
-    def unlike(self, numbers: Collection[int]) -> "Iterator[ExampleCall]":
+    def unlike(self, free: Collection[int], numbers: Collection[int]) -> "Iterator[ExampleCall]":
         """Calls with another batch size and two sizes that share no factor with each other or with numbers.
 
         Of sizes that share factors, such as 12 channels and 8 pixels, a view may mix fewer than it can. Half
         and a quarter of the sizes, as they are behind strides, are odd, too.
+
+        Args:
+            free: the sizes that may be others.
+            numbers: other sizes of the model, as those of its weights.
         """
         taken = {self.batch, *self.sizes(), *numbers} - {0}
-        free = (prime for prime in _primes() if all(number % prime for number in taken))
-        rows = next(free)
-        others = list(islice((prime for prime in free if prime % 8 == 7), 2 * len(self.sizes())))
+        primes = (prime for prime in _primes() if all(number % prime for number in taken))
+        rows = next(primes)
+        others = list(islice((prime for prime in primes if prime % 8 == 7), 2 * len(self.sizes())))
         for call, plain in self._longer(rows):
-            for sizes in _together(self.sizes()):
+            for sizes in _together(free):
                 pairs = zip(sizes, others[::2], others[1::2], strict=False)
                 spread = lambda made, pair: made._spread(pair[0], pair[2], pair[1])  # noqa: E731
-                yield from _if_small(reduce, spread, pairs, call)
+                yield from call._if_small(reduce, spread, pairs, call)
             if not plain:
                 yield call
 
@@ -185,6 +202,16 @@ class ExampleCall:
             one, another = _two_others(1, {rows, *sizes})
             yield many._spread(1, another, one), False
         yield many, True
+
+    def _if_small(self, make: "Callable[..., ExampleCall]", *args: Any) -> "Iterator[ExampleCall]":
+        """A call made of this one, if its tensors are not too large: several short axes may become long."""
+        try:
+            made = make(*args)
+        except _TooLargeError:
+            return
+        pairs = zip(*(tensors((call.args, call.kwargs)) for call in (made, self)), strict=True)
+        if all(larger.numel() <= max(GROWTH * leaf.numel(), FEW) for larger, leaf in pairs):
+            yield made
 
     def _spread_apart(self, size: int) -> "ExampleCall":
         """A call in which axes of one size have two others that nothing has."""
@@ -227,7 +254,9 @@ class ExampleCall:
 
 
 def first_taken(
-    calls: Iterable[ExampleCall], run: Callable[[ExampleCall], Result]
+    calls: Iterable[ExampleCall],
+    run: Callable[[ExampleCall], Result],
+    takes: Callable[[ExampleCall], object] | None = None,
 ) -> tuple[ExampleCall, Result] | None:
     """The first of these calls that a model does not refuse, and the result; None if it refuses all.
 
@@ -236,11 +265,13 @@ def first_taken(
     Args:
         calls: made-up calls, in the order to try them.
         run: runs the model on a call.
+        takes: fails on what the model refuses, and costs less.
     """
     for call in calls:
+        large = call.batch > LARGE
         try:
-            if call.batch > LARGE:
-                run(call._changed(lambda rows: rows[:2]))
+            if takes is not None or large:
+                (takes or run)(call._changed(lambda rows: rows[:2]) if large else call)
             return call, run(call)
         except Exception as err:  # noqa: BLE001 the example is ours, not the user's
             _log.info("another example is refused: %s", err)
@@ -256,15 +287,6 @@ def _other_sizes(size: int) -> tuple[int, ...]:
 
 class _TooLargeError(Exception):
     """A made-up example would have a tensor that becomes larger than `ROOM`."""
-
-
-def _if_small(make: Callable[..., ExampleCall], *args: Any) -> Iterator[ExampleCall]:
-    """A made-up example, if there is room for it: several short axes of one size may become long at once."""
-    try:
-        made = make(*args)
-    except _TooLargeError:
-        return
-    yield made
 
 
 def _as_long(leaf: torch.Tensor, axis: int, length: int) -> torch.Tensor:
@@ -305,7 +327,7 @@ def _another(rows: torch.Tensor) -> torch.Tensor:
 
 def _another_number(rows: torch.Tensor) -> torch.Tensor:
     """Another example for one whose whole numbers are all equal; they may be indices, so they change by 1."""
-    if rows.is_floating_point() or rows.dtype is torch.bool:
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype is torch.bool:
         return rows
     return torch.where(rows > 0, rows - 1, rows + 1)
 

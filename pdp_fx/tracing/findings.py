@@ -83,6 +83,16 @@ class Findings:
         made.holds, made.alike = self.holds, self.alike
         return made
 
+    def aside(self) -> Findings:
+        """Findings to record with without adding to these."""
+        return replace(
+            self,
+            opaque=dict(self.opaque),
+            tried=set(self.tried),
+            sizes=replace(self.sizes),
+            casts=None if self.casts is None else dict(self.casts),
+        )
+
     def plainer(self, err: Exception) -> Findings | None:
         """The findings to trace the model anew with less of it followed; None if there is nothing to leave.
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -13,46 +14,66 @@ from pdp_fx.tracing.verify import tried
 _log = logging.getLogger(__name__)
 
 
-def sizes_to_hold(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> frozenset[int]:
-    """The sizes of the example that the graph must insist on, because it is wrong with other ones.
+class Tried(NamedTuple):
+    """What came of trying other sizes than those of the example.
+
+    Attributes:
+        held: the sizes that the graph must insist on, because it is wrong with other ones.
+        free: the sizes that may be others along all axes that have them, for the model takes that.
+    """
+
+    held: frozenset[int]
+    free: frozenset[int]
+
+
+def try_sizes(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> Tried:
+    """Try a graph on other sizes.
 
     A size may have become a plain number unseen, as in ``0.5 * x.shape[1]``, where Python calls the method of
     the number on the left. Each size is replaced by the first other one that the model accepts: along all
     axes that have it, and along one or, where they do not go together, such as channels and pixels, along
-    each. A graph that
-    fails there by a check of its own is not wrong. Examples with whole numbers on a GPU are not tried.
+    each. A graph that fails there by a check of its own is not wrong. Examples with whole numbers on a GPU
+    are not tried.
     """
     if example.has_places_elsewhere:
-        return frozenset()
-    return frozenset(size for size in sorted(example.sizes()) if _is_wrong_beside(gm, model, example, size))
+        return Tried(frozenset(), frozenset())
+    held, free = set[int](), set[int]()
+    for size in sorted(example.sizes()):
+        together = _first_verdict(gm, model, example.resized(size))
+        if together is not None:
+            free.add(size)
+        if together or _is_wrong_along_one(gm, model, example, size, together is None):
+            held.add(size)
+    return Tried(frozenset(held), frozenset(free))
 
 
-def _is_wrong_beside(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, size: int) -> bool:
-    """Whether the graph is wrong where all axes of a size have another, or one of them has.
+def _is_wrong_along_one(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, size: int, each: bool
+) -> bool:
+    """Whether the graph is wrong where one of the axes of a size has another.
 
     If all can have another, such as those of square images, one alone that the model takes is enough.
     """
-    together = _first_verdict(gm, model, example.resized(size))
-    if together:
-        return True
     alone = (_first_verdict(gm, model, calls) for calls in example.resized_alone(size))
-    if together is None:
-        return any(alone)
-    return next((verdict for verdict in alone if verdict is not None), False)
+    return any(alone) if each else next((verdict for verdict in alone if verdict is not None), False)
 
 
 def _first_verdict(gm: fx.GraphModule, model: nn.Module, calls: Iterable[ExampleCall]) -> bool | None:
-    """Whether the graph is wrong on the first of these calls that the model takes; None if it takes none."""
+    """Whether the graph is wrong on the first of these calls that the model takes; None if it takes none.
+
+    One that it takes in both modes comes before those that it takes in one.
+    """
+    best: tuple[ExampleCall, dict[bool, Outcome]] | None = None
     for other in calls:
-        wanted: dict[bool, Outcome] = {}
-        for training in MODES:
-            outcome = tried(model, other, training)
-            if isinstance(outcome, Exception):
-                break
-            wanted[training] = outcome
-        else:
-            return any(_is_wrong(gm, model, other, training, outcome) for training, outcome in wanted.items())
-    return None
+        outcomes = {training: tried(model, other, training) for training in MODES}
+        wanted = {mode: each for mode, each in outcomes.items() if not isinstance(each, Exception)}
+        if len(wanted) > (0 if best is None else len(best[1])):
+            best = other, wanted
+        if len(wanted) == len(MODES):
+            break
+    if best is None:
+        return None
+    return any(_is_wrong(gm, model, best[0], training, outcome) for training, outcome in best[1].items())
 
 
 def _is_wrong(

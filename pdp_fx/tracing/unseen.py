@@ -8,7 +8,7 @@ all that is seen is the same in both.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Set as AbstractSet
 from functools import reduce
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -40,17 +40,20 @@ class Unseen(NamedTuple):
     sizes: frozenset[int]
 
 
-def followed_unseen(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings) -> Unseen:
+def followed_unseen(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings, free: AbstractSet[int]
+) -> Unseen:
     """Which sizes the graph must insist on, because a constant in it follows them in the model.
 
-    All sizes are changed at once first, and one by one only if that shows such a number, or if the model does
-    not take that. Examples with whole numbers on a GPU are not tried.
+    All sizes that may be others are changed at once first, and one by one only if that shows such a number,
+    or if the model does not take that. Examples with whole numbers on a GPU are not tried.
 
     Args:
         gm: the graph of the model.
         model: the model; it is restored.
         example: what it was traced on.
         findings: what is known of the model, with a recording of each mode; left as they are.
+        free: the sizes of the example that may be others.
     """
     made = {training: findings.recording(training) for training in (True, False)}
     known = {training: recording for training, recording in made.items() if recording is not None}
@@ -60,15 +63,15 @@ def followed_unseen(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, 
     def hides(calls: Iterable[ExampleCall]) -> bool | None:
         return _first_verdict(gm, model, calls, findings, known)
 
-    if hides(_all_changed(example)) is False:
+    if hides(_all_changed(example, sorted(free))) is False:
         return Unseen(False, frozenset())
-    sizes = frozenset(size for size in sorted(example.sizes()) if hides(example.resized(size)))
+    sizes = frozenset(size for size in sorted(free) if hides(example.resized(size)))
     return Unseen(bool(hides(example.others())), sizes)
 
 
-def _all_changed(example: ExampleCall) -> Iterator[ExampleCall]:
-    """Calls in which the batch and all sizes are others."""
-    other, sizes = next(example.others(), None), sorted(example.sizes())
+def _all_changed(example: ExampleCall, sizes: list[int]) -> Iterator[ExampleCall]:
+    """Calls in which the batch and all these sizes are others."""
+    other = next(example.others(), None)
     if other is None:
         return
     for call in other.resized(sizes[0]) if sizes else [other]:
@@ -95,13 +98,7 @@ def _is_another(
     model: nn.Module, other: ExampleCall, findings: Findings, training: bool, known: Recording
 ) -> bool:
     """Whether a plain number in a recording of the model is another one on this call."""
-    kept = replace(
-        findings,
-        opaque=dict(findings.opaque),
-        tried=set(findings.tried),
-        sizes=replace(findings.sizes),
-        casts=None if findings.casts is None else dict(findings.casts),
-    )
+    kept = findings.aside()
     answers = (lambda _: False) if findings.follows_draws else None
     try:
         found = forgetting(lambda: record(in_mode(model, training), other.fresh(), kept, answers), model)

@@ -1,12 +1,15 @@
 """Variations of an example call."""
 
+from collections.abc import Callable
+
 import torch
 
 from pdp_fx.tracing.examples import ExampleCall, first_taken
 
 
 def shapes_apart(*given: torch.Tensor, single: bool = False) -> list[list[tuple[int, ...]]]:
-    return [[tuple(t.shape) for t in call.args] for call in ExampleCall(given, {}).apart(single)]
+    call = ExampleCall(given, {})
+    return [[tuple(t.shape) for t in made.args] for made in call.apart(call.sizes(), single)]
 
 
 def test_images_get_sizes_that_are_all_different() -> None:
@@ -38,10 +41,13 @@ def test_axes_of_one_index_become_longer_in_the_first_calls() -> None:
 
 def test_unlike_sizes_share_no_factor_with_each_other_or_with_numbers() -> None:
     example = ExampleCall((torch.rand(2, 10, 8, 8),), {})
-    found = [tuple(call.args[0].shape) for call in example.unlike({14, 22})]
-    assert found == [(13, 31, 71, 47), (13, 31, 8, 8), (13, 10, 31, 23)]
+    found = [tuple(call.args[0].shape) for call in example.unlike(example.sizes(), {14, 22})]
+    assert found == [(13, 31, 8, 8), (13, 10, 31, 23)], "both would be 160 times as many numbers"
+    wide = ExampleCall((torch.rand(2, 10, 80, 80),), {})
+    found = [tuple(call.args[0].shape) for call in wide.unlike(wide.sizes(), {14, 22})]
+    assert found == [(13, 71, 31, 23), (13, 10, 31, 23), (13, 31, 80, 80)]
     gray = ExampleCall((torch.rand(1, 1, 6, 6),), {})
-    assert [tuple(call.args[0].shape) for call in gray.unlike({0, 8})] == [
+    assert [tuple(call.args[0].shape) for call in gray.unlike(gray.sizes(), {0, 8})] == [
         (5, 2, 23, 7),
         (5, 2, 6, 6),
         (5, 1, 23, 7),
@@ -55,7 +61,7 @@ def test_sizes_that_are_taken_are_left_out() -> None:
 
 def test_several_short_axes_do_not_all_become_long() -> None:
     call = ExampleCall((torch.zeros(2, 2, 2, 4, 3, 8),), {})
-    made = [*call.unlike(()), *call.apart(single=True)]
+    made = [*call.unlike(call.sizes(), ()), *call.apart(call.sizes(), single=True)]
     assert len(made) > 10
     assert max(each.args[0].numel() for each in made) <= 2**24
 
@@ -75,3 +81,37 @@ def test_of_many_examples_two_are_tried_first() -> None:
     assert taken == (calls[2], 47)
     assert given == [(2, 5), (3, 4), (2, 3), (47, 3)]
     assert first_taken(calls[:2], run) is None
+
+
+def test_sizes_that_are_refused_are_not_tried_with_others() -> None:
+    call = ExampleCall((torch.rand(2, 3, 8, 8), torch.rand(2, 5)), {})
+
+    def takes(other: ExampleCall) -> None:
+        images, words = other.args
+        if images.shape[1] != 3 or images.shape[2] % 4 or words.shape[1] > 5:
+            raise ValueError("refused")
+
+    assert call.sizes_taken(takes) == {5, 8}
+    made = [tuple(each.args[0].shape) for each in call.apart({5, 8}, single=True)]
+    assert all(shape[1] == 3 for shape in made)
+    assert made[-1] == (4, 3, 8, 8)
+
+
+def test_complex_numbers_are_drawn_too() -> None:
+    call = ExampleCall((torch.tensor(1.0 + 2.0j), torch.full((2, 3), 1.0j)), {})
+    assert all(each.args[0].is_complex() for each in call.with_other_numbers())
+
+
+def test_what_costs_less_is_tried_first() -> None:
+    given: list[tuple[str, int]] = []
+
+    def noted(how: str) -> Callable[[ExampleCall], int]:
+        def run(call: ExampleCall) -> int:
+            given.append((how, call.batch))
+            return 10 // (call.batch - 3)
+
+        return run
+
+    calls = [ExampleCall((torch.zeros(batch, 5),), {}) for batch in (3, 4, 5)]
+    assert first_taken(calls, noted("runs"), noted("takes")) == (calls[1], 10)
+    assert given == [("takes", 3), ("takes", 4), ("runs", 4)]

@@ -527,6 +527,22 @@ def test_sizes_are_tried_in_training_mode_too() -> None:
         gm.train()(rows(2, 4, 5))
 
 
+class OneSizeInTraining(nn.Module):
+    """Takes rows of one length only in training mode, and makes an unseen number of it in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            assert x.shape[2] == 8
+            return x
+        return x * (unseen(0.5) * x.shape[2])
+
+
+def test_sizes_are_tried_that_one_mode_takes() -> None:
+    gm = exact(OneSizeInTraining(), rows(2, 4, 8), rows(3, 4, 8))
+    with pytest.raises(AssertionError, match="this graph holds for inputs of size 8 only"):
+        gm.eval()(rows(2, 4, 5))
+
+
 def by_the_batch_on_the_right(x: Tensor) -> Tensor:
     return x * (unseen(1.0) / x.shape[0])
 
