@@ -23,6 +23,7 @@ from pdp_fx.field_checks import described
 from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
+from pdp_fx.tracing.decoys import check_read_numbers
 from pdp_fx.tracing.exact import (
     MODES,
     build,
@@ -410,6 +411,7 @@ def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Rec
     """Record both modes; if the model itself fails in training mode, raise that error instead."""
     try:
         recordings = record_both(model, example, findings)
+        check_read_numbers(model, example, findings)
         all_is_written()
         return recordings
     except Exception:

@@ -33,10 +33,26 @@ def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) 
         # `convert` checks that tables of whole numbers are those of `prepare`.
         if isinstance(stored, nn.Parameter) or (isinstance(stored, Tensor) and stored.is_floating_point()):
             record.varying.add(node.name)
+    elif node.target == "item" and _is_stored(node):
+        # A counter, not a table.
+        record.varying.add(node.name)
     elif asks_size(node):
         _note_size(gm, node, record)
     elif not asks_kind(node) and any(_is_varying(source, node, record) for source in node.all_input_nodes):
         record.varying.add(node.name)
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether what ``node`` computes with comes from a parameter or buffer."""
+    todo, seen = list(node.all_input_nodes), set[fx.Node]()
+    while todo:
+        source = todo.pop()
+        if source.op == "get_attr":
+            return True
+        if source not in seen:
+            seen.add(source)
+            todo += source.all_input_nodes
+    return False
 
 
 def _note_size(gm: fx.GraphModule, node: fx.Node, record: Record) -> None:

@@ -91,7 +91,9 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
                 continue
             findings.note(training, recording, knowledge)
         except UnrecordableError as err:
-            _learn(model, err, findings)
+            # A cast that is replaced from now on may have been all that was wrong.
+            if findings.knowledge == knowledge:
+                _learn(model, err, findings)
 
 
 def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording | None:

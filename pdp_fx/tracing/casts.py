@@ -6,7 +6,7 @@ The originals return plain numbers, so the graph would keep those of the example
 * `max`, `math.sqrt` and the like are replaced while a model is recorded, in `math` and where the files of the
   model's classes import them from it.
 * `int` and `float` are also types that code may test for, so they are replaced only in the globals of code
-  that was seen to call them on live numbers, and the model is recorded again.
+  that was seen to call them on live numbers or on tensors, and the model is recorded again.
 * NumPy makes plain numbers of live ones; the graph checks that these are the same.
 * What `torch.finfo` says of the dtype of a tensor, such as ``torch.finfo(scores.dtype).min``, is asked again
   in the graph, for the tensor has another dtype under autocast or in a model that was cast.
@@ -32,7 +32,7 @@ from pdp_fx.tracing.reads import counted
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, replaced, wherever_named
 from pdp_fx.tracing.sizes import Live, Session, live, note_fixed, plain, value_of
-from pdp_fx.tracing.steps import Expr
+from pdp_fx.tracing.steps import Expr, is_data
 
 
 class _StandIn(type):
@@ -81,7 +81,8 @@ _NUMPY = ("arange", "array", "asarray", "full", "linspace", "ones", "prod", "zer
 def casting(recorder: Recorder) -> Generator[None, None, None]:
     """Replace the functions of numbers, the casts that are known to need it, and `range` inside the block."""
     known = (recorder.findings.casts or {}).items()
-    casts = [(names, name, _CASTS[name]) for (_, name), names in known if name not in names]
+    kept = {kind.__name__: _to(kind, recorder) for kind in (int, float)}
+    casts = [(names, name, kept[name]) for (_, name), names in known if name not in names]
     alive = {function: _alive(function, recorder.session) for function in _FUNCTIONS} | {math.prod: _product}
     limits = _stand_in(torch.finfo, _limits_of(recorder))
     kinds, homes = map(type, recorder.model.modules()), (math.__dict__, builtins.__dict__, torch.__dict__)
@@ -141,8 +142,10 @@ def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]
     return call
 
 
-def _to(kind: type) -> Any:
+def _to(kind: type, recorder: Recorder) -> Any:
     def cast(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and _holds_a_number(args[0], recorder):
+            args = (args[0].item(),)
         if len(args) == 1 and isinstance(number := args[0], Live) and number.session.open:
             if isinstance(number, kind):
                 return number
@@ -152,7 +155,11 @@ def _to(kind: type) -> Any:
     return _stand_in(kind, cast)
 
 
-_CASTS = {"int": _to(int), "float": _to(float)}
+def _holds_a_number(tensor: torch.Tensor, recorder: Recorder) -> bool:
+    """Whether a tensor is one number that depends on data; of others the graph checks what they are."""
+    with recorder.silent():
+        single = tensor.numel() == 1
+    return single and is_data(recorder.origins.known(tensor))
 
 
 def _checked_range(recorder: Recorder) -> Callable[..., Any]:

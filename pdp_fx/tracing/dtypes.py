@@ -41,6 +41,7 @@ class _Read:
         step: the number of steps before it.
         place: where the expression that reads it stands in the code, or None.
         names: the variables that it is assigned to.
+        moves: whether it is that of `module.to(tensor)`, which casts what the module holds.
     """
 
     frame: int
@@ -49,6 +50,7 @@ class _Read:
     step: int
     place: Span | None
     names: frozenset[str]
+    moves: bool
 
 
 class Dtypes:
@@ -58,20 +60,21 @@ class Dtypes:
         self._reads: deque[_Read] = deque(maxlen=256)
         self._told: set[Hashable] = set()
 
-    def note(self, dtype: torch.dtype, value: Value, step: int) -> None:
+    def note(self, dtype: torch.dtype, value: Value, step: int, moves: bool = False) -> None:
         """Note that the model reads the dtype of a tensor.
 
         Args:
             dtype: what it reads.
             value: where the tensor comes from.
             step: the number of steps so far.
+            moves: whether it moves a module to where the tensor is.
         """
         if dtype.is_floating_point or dtype.is_complex:
             frame = reading_frame()
             located = None if frame is None else expression_at(frame)
             place = None if located is None else span_of(located.node)
             names = frozenset[str]() if located is None else names_given(located)
-            self._reads.append(_Read(id(frame), dtype, value, step, place, names))
+            self._reads.append(_Read(id(frame), dtype, value, step, place, names, moves))
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
@@ -79,7 +82,7 @@ class Dtypes:
         if not wanted:
             return {}
         frame, named = user_frame(), _naming_frame()
-        if named is None and not _names_a_dtype(frame):
+        if named is None and not (_names_a_dtype(frame) or self._moves(frame)):
             return {}
         by = [each for each in (frame, user_frame(named)) if each is not None]
         # What code of torch reads, it gives on at once.
@@ -104,6 +107,12 @@ class Dtypes:
         """The dtypes among arguments that were read before."""
         given = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)}
         return {dtype for dtype in given if any(read.dtype is dtype for read in self._reads)}
+
+    def _moves(self, frame: FrameType | None) -> bool:
+        """Whether the call that a frame makes is a `module.to(tensor)`."""
+        located = None if frame is None else expression_at(frame)
+        place = None if located is None else span_of(located.node)
+        return any(r.moves and (r.frame, r.place) == (id(frame), place) for r in self._reads)
 
     def _latest(self, dtype: torch.dtype, by: list[FrameType], step: int, at_once: bool) -> Value | None:
         """Whose dtype it is that these frames give; None if it may be that of several tensors.
@@ -133,7 +142,8 @@ def _told(frame: FrameType) -> tuple[set[Span], set[str]]:
     located = expression_at(frame)
     given = [] if located is None else [a for a in arguments_of(located) if is_read(a, located, "dtype")]
     names = {argument.id for argument in given if isinstance(argument, ast.Name)}
-    return {span_of(way) for argument in given for way in _ways(argument)}, names
+    itself = set[Span]() if located is None else {span_of(located.node)}
+    return itself | {span_of(way) for argument in given for way in _ways(argument)}, names
 
 
 def reading_frame() -> FrameType | None:

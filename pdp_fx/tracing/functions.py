@@ -218,7 +218,8 @@ def _arguments_of(name: str) -> frozenset[str]:
 def _forms(name: str) -> list[torch.FunctionSchema]:
     """The schemas of an aten operation; none if there is no operation of this name."""
     packet = getattr(torch.ops.aten, name, None)
-    return [] if packet is None else [getattr(packet, form)._schema for form in packet.overloads()]
+    known = isinstance(packet, torch._ops.OpOverloadPacket)
+    return [getattr(packet, form)._schema for form in packet.overloads()] if known else []
 
 
 def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:
@@ -239,3 +240,20 @@ def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: M
 def kept_alive(target: str | Callable[..., Any]) -> Callable[..., Any] | None:
     """An in-place or random method as a function that dead code elimination leaves alone, or None."""
     return getattr(torch.Tensor, target) if isinstance(target, str) and target in _IN_PLACE else None
+
+
+def told_to_channels(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Any]:
+    """The arguments of a call of a torch function that say which axes it runs along or what it fills with."""
+    telling = _AXES | ({"value"} if name_of(function).rstrip("_") in _FILLS else set[str]())
+    code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, FunctionType) else None
+    forms = [[argument.name for argument in form.arguments] for form in _forms(name_of(function))]
+    if code is not None:
+        forms = [list(code.co_varnames[: code.co_argcount])]
+    found = [value for name, value in kwargs.items() if name in telling]
+    # Several axes may be given one by one.
+    told = (zip([*names, *names[-1:] * len(args)], args, strict=False) for names in forms if names)
+    return [*found, *(value for pairs in told for name, value in pairs if name in telling)]
+
+
+_AXES = frozenset("dim dims axis axes dim0 dim1 axis0 axis1 start_dim end_dim source destination".split())
+_FILLS = frozenset("pad constant_pad_nd fill index_fill scatter".split())

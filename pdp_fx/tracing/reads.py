@@ -86,7 +86,7 @@ def _check_parts(recorder: Recorder, told: Args, parts: Any) -> None:
 
 def _as_often(recorder: Recorder, value: Value, number: int) -> Step:
     if is_ragged(value):
-        refuse_ragged("goes up to")
+        refuse_ragged("goes up to", value)
     source = source_line()
     message = f"{source or 'the model'} goes up to {number} in this graph; "
     message += "to go elsewhere, trace with example_inputs that do"
@@ -154,6 +154,13 @@ def _device(recorder: Recorder, tensor: torch.Tensor) -> torch.device:
     return device
 
 
+def _parse_to(recorder: Recorder, tensor: torch.Tensor, *told: Any, **options: Any) -> Any:
+    """What `module.to(tensor)` reads of the tensor: its device and its dtype."""
+    parse: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
+    _, _, *rest = recorder.run(parse, (tensor, *told), options)
+    return _device(recorder, tensor), _dtype(recorder, tensor, moves=True), *rest
+
+
 def _result_type(recorder: Recorder, tensor: torch.Tensor, other: Any) -> torch.dtype:
     dtype: torch.dtype = recorder.run(torch.result_type, (tensor, other), {})
     if is_users_question():
@@ -176,11 +183,11 @@ def _is_on(name: str) -> Call:
     return read
 
 
-def _dtype(recorder: Recorder, tensor: torch.Tensor) -> torch.dtype:
+def _dtype(recorder: Recorder, tensor: torch.Tensor, moves: bool = False) -> torch.dtype:
     """The dtype; which tensor it was read from is noted, for calls that are given it."""
     dtype: torch.dtype = recorder.run(getattr, (tensor, "dtype"), {})
     value = recorder.origins.value(tensor)
-    recorder.dtypes.note(dtype, value, len(recorder.steps))
+    recorder.dtypes.note(dtype, value, len(recorder.steps), moves)
     _hold_kind(recorder, tensor, dtype)
     recorder.decisions.note("dtype", dtype, value)
     return dtype
@@ -226,9 +233,19 @@ def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
             # Python compares in double precision, which not every device has.
             widened = tensor.is_floating_point() and tensor.device.type != "mps"
             return recorder.function(torch.Tensor.double, (tensor,), {}) if widened else tensor
-        number = recorder.run(torch.Tensor.item, (tensor,), {})
-        raise NumberReadError(reads(value, "uses the number in a tensor (item)"), number)
     return recorder.function(torch.Tensor.item, (tensor,), {})
+
+
+def _cast(kind: type, name: str) -> Call:
+    """The read of a plain number, where `int` or `float` is not known yet to be called on tensors."""
+
+    def read(recorder: Recorder, tensor: torch.Tensor) -> Any:
+        frame = user_frame()
+        if frame is not None and is_data(recorder.origins.value(tensor)):
+            recorder.session.note_cast(kind, frame.f_globals)
+        return recorder.function(getattr(torch.Tensor, name), (tensor,), {})
+
+    return read
 
 
 def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
@@ -289,9 +306,12 @@ _READS: dict[str, Call] = {
     "dtype": _dtype,
     "type": _type,
     "result_type": _result_type,
+    "_parse_to": _parse_to,
     **{name: _is_on(name) for name in ("is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu")},
     "is_floating_point": _is_floating_point,
     "item": _item,
+    "__int__": _cast(int, "__int__"),
+    "__float__": _cast(float, "__float__"),
     "__bool__": _truth,
     "data": _data,
 }

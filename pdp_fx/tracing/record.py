@@ -24,6 +24,7 @@ def record(
     findings: Findings,
     answers: Callable[[int], bool] | None = None,
     empty: Container[int] = (),
+    decoy: int = 0,
 ) -> Recording:
     """Run the model, in the mode that it is in, and record what it does.
 
@@ -33,12 +34,14 @@ def record(
         findings: what is known of the model, such as the parts to keep whole; what is learned is added.
         answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
         empty: the selections that count as empty where the model branches on that, by number from 1.
+        decoy: as in `sizes.Session`.
 
     Raises:
         UnrecordableError: the model does something that a graph cannot hold; the error names the module or
             method.
     """
     recorder = Recorder(model, findings, answers, empty)
+    recorder.session.decoy = decoy
     try:
         call = bind(recorder, model, example)
         with yielding_floats(model), noting_flags(recorder), listening(recorder):

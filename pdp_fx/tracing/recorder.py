@@ -30,7 +30,7 @@ from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.selecting import selection
 from pdp_fx.tracing.shapes import check_step
-from pdp_fx.tracing.sizes import Session, live, note_fixed, plain
+from pdp_fx.tracing.sizes import Live, Session, live, note_fixed, plain, value_of
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
@@ -48,6 +48,7 @@ from pdp_fx.tracing.steps import (
     identity,
     is_data,
     is_ragged,
+    is_read,
     may_change,
     varies,
 )
@@ -138,6 +139,8 @@ class Recorder:
             name, function, args = "new_empty", torch.Tensor.new_empty, (args[0], tuple(args[1]))
         elif name == "new_tensor":
             args = (args[0], *map(self._as_list, args[1:]))
+        if any(map(self._is_read, leaves((args, kwargs)))):
+            self._keep_told(functions.told_to_channels(function, args, kwargs))
         op, target, shown = functions.in_graph_form(function, args, kwargs)
         try:
             step = self.step(op, target, shown, kwargs)
@@ -157,9 +160,19 @@ class Recorder:
             step.ragged = not self._is_sized_otherwise(name, step, operands, result)
         if not has_tensors(result) and not changed:
             return self._number(name, result, step)
-        if step.ragged and isinstance(result, tuple | list) and name == "unbind":
-            raise UnrecordableError("loops over a tensor whose size depends on numbers")
         return self.commit(step, result, changed)
+
+    def _keep_told(self, told: Sequence[Any]) -> None:
+        """Refuse what numbers say that are read from tensors.
+
+        Channels may lie along any axis that they pick, and stay 0 only if they are filled with that.
+        """
+        for number in filter(self._is_read, leaves(told)):
+            self.guarded(refuse_ragged, "picks an axis or a filling by", number.value)
+
+    def _is_read(self, leaf: Any) -> bool:
+        """Whether a number is read from a tensor, or computed from one that is."""
+        return isinstance(leaf, Live) and is_read(value_of(leaf, self.session))
 
     def _is_sized_otherwise(self, name: str, step: Step, operands: list[torch.Tensor], result: Any) -> bool:
         """Whether other operands than those whose sizes depend on numbers decide the size of the result."""
@@ -198,6 +211,12 @@ class Recorder:
             self.steps.append(step)
             return result
         data = [value for value in all_values((step.args, step.kwargs)) if is_data(value)]
+        followed = self.findings.follows_ragged and not any(map(is_drawn, data))
+        if data and followed and name == "item" and type(result) in (int, float):
+            # Sizes may follow from it, and decide no more than those of what a mask selects. Training changes
+            # parameters and buffers, too.
+            step.data, step.varies, step.ragged, step.sized = False, True, True, True
+            return live(result, self._added(step), self.session)
         if data:
             raise NumberReadError(reads(data[0], f"uses the numbers in a tensor ({name})"), result)
         if not step.varies:
@@ -260,7 +279,8 @@ class Recorder:
 
         Sizes that depend on data differ from call to call, so a decision by them is refused, unless it asks
         whether a size equals a plain number: such a size, as of an axis of coordinates, may be constant. A
-        model that would be refused as a whole is tried with checks of these, too.
+        model that would be refused as a whole is tried with checks of these, too. A decision by a number that
+        is read from a tensor is always refused.
 
         Args:
             fact: the comparison, as it came out in this run.
@@ -270,10 +290,13 @@ class Recorder:
         if self.inside or known in self._decided or is_data(fact) or not may_change(fact):
             return
         self._decided.add(known)
+        if is_read(fact):
+            self.guarded(refuse_ragged, "decides by", fact)
+            return
         if is_ragged(fact) and not (on_purpose and fact.call in (operator.eq, operator.ne)):
             self.findings.met_ragged = True
             if not self.findings.checks_ragged:
-                self.guarded(refuse_ragged, "decides by")
+                self.guarded(refuse_ragged, "decides by", fact)
                 return
         source = source_line()
         message = (
@@ -422,7 +445,7 @@ class Recorder:
         whole = step.op == "call_module" or bool(step.reason)
         step.random, step.updates = self.watch.random, self.watch.updates
         step.uses = self.watch.used() if step.reason else frozenset()
-        step.data = whole or step.random or any(is_data(value) for value in values)
+        step.data = whole or step.random or any(is_data(value) or is_read(value) for value in values)
         step.ragged = self.watch.ragged or any(is_ragged(value) for value in values)
         step.varies = any(varies(value) for value in values)
         pairs = zip(operands, versions, strict=True)
@@ -467,9 +490,10 @@ def _refuse(why: str) -> NoReturn:
     raise UnrecordableError(why)
 
 
-def refuse_ragged(what: str) -> None:
-    """Refuse that the model uses a size that depends on data for more than arithmetic."""
-    raise NumberReadError(f"{what} a size that depends on the numbers in a tensor", None)
+def refuse_ragged(what: str, value: Value) -> None:
+    """Refuse that the model uses a size or number that depends on data for more than arithmetic."""
+    kind = "a number in a tensor" if is_read(value) else "a size that depends on the numbers in a tensor"
+    raise NumberReadError(f"{what} {kind}", None)
 
 
 def version_of(tensor: torch.Tensor) -> int:

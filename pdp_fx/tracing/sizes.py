@@ -17,7 +17,7 @@ from typing import Any
 
 from pdp_fx.tracing.expressions import only_says
 from pdp_fx.tracing.source import is_users
-from pdp_fx.tracing.steps import Expr, Value
+from pdp_fx.tracing.steps import Expr, Value, is_read
 
 Casts = dict[tuple[int, str], dict[str, Any]]
 
@@ -32,17 +32,24 @@ class Session:
         selected: called with the expression of a number that users' code compares with 0; whether to go on as
             if it were not 0, or None to go by the number.
         open: whether the recording is still running; after it live numbers act like plain ones.
+        decoy: what is added to the digits of numbers that are read from tensors, which none of their methods
+            shows (`decoys`).
         compared: whether users' code compared live numbers with each other or with 1. For a batch of one such
             a comparison may be true by chance.
-        cast_in: the globals of users' code that called `int` or `float` on a live number, by the id of the
-            globals and the name of the type.
+        cast_in: the globals of users' code that called `int` or `float` on a live number or on a
+            tensor, by the id of the globals and the name of the type.
     """
 
     decided: Callable[[Expr, bool], None]
     selected: Callable[[Value], bool | None] = lambda _: None
     open: bool = True
+    decoy: int = 0
     compared: bool = False
     cast_in: Casts = field(default_factory=dict[tuple[int, str], dict[str, Any]])
+
+    def note_cast(self, kind: type, names: dict[str, Any]) -> None:
+        """Note that code with these globals makes a plain number of this kind of one that it was given."""
+        self.cast_in[id(names), kind.__name__] = names
 
 
 _OVER = Session(lambda _expression, _on_purpose: None, open=False)
@@ -50,23 +57,31 @@ _OVER = Session(lambda _expression, _on_purpose: None, open=False)
 
 
 class LiveInt(int):
-    """An int with the expression that computes it."""
+    """An int with the expression that computes it.
+
+    Attributes:
+        value: the expression.
+        session: the recording that it belongs to.
+        number: the number, if its own digits are a decoy.
+    """
 
     value: Value
     session: Session = _OVER
+    number: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return int, (int(self),)
+        return int, (plain(self),)
 
 
 class LiveFloat(float):
-    """A float with the expression that computes it."""
+    """A float with the expression that computes it, and the attributes of a `LiveInt`."""
 
     value: Value
     session: Session = _OVER
+    number: float | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
+        return float, (plain(self),)
 
 
 Live = LiveInt | LiveFloat
@@ -98,7 +113,10 @@ def live(number: Any, value: Value, session: Session) -> Any:
     """The number with its expression; anything but an int or a float is returned as it is."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return number
-    made = LiveInt(number) if isinstance(number, int) else LiveFloat(number)
+    hidden = session.decoy != 0 and is_read(value)
+    shown = number + session.decoy if hidden else number
+    made: Any = LiveInt(shown) if isinstance(number, int) else LiveFloat(shown)
+    made.number = number if hidden else None
     made.value = value
     made.session = session
     return made
@@ -106,6 +124,8 @@ def live(number: Any, value: Value, session: Session) -> Any:
 
 def plain(number: Any) -> Any:
     """The number without its expression; anything else is returned as it is."""
+    if isinstance(number, Live) and number.number is not None:
+        return number.number
     if isinstance(number, LiveInt):
         return int.__int__(number)
     if isinstance(number, LiveFloat | YieldingFloat):
@@ -239,8 +259,7 @@ def _cast(kind: type) -> Callable[[Any], Any]:
     def cast(self: Any) -> Any:
         number = plain(self)
         if _is_asked_by_user(self.session):
-            names = sys._getframe(1).f_globals
-            self.session.cast_in[id(names), kind.__name__] = names
+            self.session.note_cast(kind, sys._getframe(1).f_globals)
             note_fixed((self,), self.session)
         return kind(number)
 

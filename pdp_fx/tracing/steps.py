@@ -317,6 +317,13 @@ def is_ragged(value: Any) -> bool:
     return isinstance(value, Expr) and not _is_unsized(value) and any(is_ragged(arg) for arg in value.args)
 
 
+def is_read(value: Any) -> bool:
+    """Whether a value is a number that the model reads from a tensor of data, or computed from one."""
+    if isinstance(value, Step):
+        return value.called == "item" and value.sized
+    return isinstance(value, Expr) and value.call not in LAYOUT and any(map(is_read, value.args))
+
+
 def _is_unsized(value: Expr) -> bool:
     """Whether a value is an attribute of a tensor that says nothing about its size or its numbers."""
     return value.call is getattr and value.args[1] in _UNSIZED

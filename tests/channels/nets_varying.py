@@ -22,6 +22,45 @@ class Chooses(nn.Module):
         return self.head(F.relu(self.mid(x)))
 
 
+class DividesByNorm(Chooses):
+    """A number that is read from a tensor stays one in the graph; channels that are 0 add nothing to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x).relu()
+        return self.after(y / (1 + y.norm().item()))
+
+
+class ShiftsByFirst(Chooses):
+    """A number that is read from one channel keeps that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x).relu()
+        return self.after(y * y[0, 0].max().item())
+
+
+class CutAsRead(Chooses):
+    """Positions are cut as a number says that is read from a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = int((x[:, 0, 0] > 0).sum(-1).max())
+        return self.after(self.stem(x)[..., : longest + 1])
+
+
+class LastOfAll(Chooses):
+    """The last of all numbers of an image is picked, wherever that is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x).relu()
+        return self.after(y) * y.flatten(1)[:, -1].view(-1, 1, 1, 1)
+
+
+class RolledAsRead(Chooses):
+    """Channels are rolled as far as a number says that is read from a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.stem(x).roll(int((x > 0).sum()), 1))
+
+
 class OrderGiven(Chooses):
     def forward(self, x: Tensor, order: Tensor) -> Tensor:
         return self.after(self.stem(x).index_select(1, order))
@@ -316,6 +355,11 @@ def with_kernel(batch: int) -> Inputs:
 
 VARYING = (
     Construct(KernelGiven, with_kernel, removed=3, reason="their kernels in a depthwise convolution"),
+    Construct(DividesByNorm, images(), removed=7),
+    Construct(ShiftsByFirst, images(), removed=6, reason="picked by its number"),
+    Construct(CutAsRead, images(), removed=7),
+    Construct(LastOfAll, images(), removed=6),
+    Construct(RolledAsRead, images(), removed=3, reason=TOLD),
     Construct(OrderGiven, with_order, removed=3, reason=TOLD),
     Construct(SubscriptGiven, with_order, removed=3, reason=TOLD),
     Construct(OrderLearned, images(), removed=3, reason=TOLD),

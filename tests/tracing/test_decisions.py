@@ -573,3 +573,38 @@ def test_blocks_of_autocast_are_for_the_device_of_the_model(
     assert [node.args[0] != "cpu" for node in enters] == [BLOCKS[block]]
     compiled = torch.compile(gm, fullgraph=True, backend="eager")
     assert torch.equal(under(torch.bfloat16, compiled, x), under(torch.bfloat16, model, x))
+
+
+class Window(nn.Module):
+    """Multiplies by a window."""
+
+    window: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.linspace(0, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.window
+
+
+def test_a_module_that_is_made_and_moved_to_where_a_tensor_is_follows_it() -> None:
+    class Windowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return Window().to(y)(y)
+
+    model = Windowed()
+    gm = exact(model, torch.randn(3, 4))
+    x = torch.randn(5, 4)
+    for dtype in (torch.float64, torch.bfloat16):
+        wanted, got = model.to(dtype)(x.to(dtype)), gm.to(dtype)(x.to(dtype))
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted)
+    model.float()
+    gm.float()
+    assert torch.equal(under(torch.bfloat16, gm, x), under(torch.bfloat16, model, x))

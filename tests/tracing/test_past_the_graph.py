@@ -40,7 +40,8 @@ class Layer(nn.Module):
 
 
 def positive(x: Tensor) -> int:
-    return int((x > 0).sum())
+    number: Any = (x > 0).sum().tolist()
+    return number
 
 
 class InDict(Layer):

@@ -171,7 +171,8 @@ class Counts(nn.Module):
 
 
 def how_many(x: Tensor) -> int:
-    return int((x > 0).sum())
+    number: Any = (x > 0).sum().tolist()
+    return number
 
 
 class Held:
