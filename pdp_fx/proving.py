@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -250,7 +251,7 @@ def _elsewhere(
     if pruner.channels is None or not pruner.channels.by_sizes:
         return ()
     example, widths = ExampleCall(*inputs), widths_of(pruner.channels.shapes)
-    free = example.sizes_taken(lambda call: eval_outputs(gm, (call.args, dict(call.kwargs))))
+    free = example.sizes_taken(partial(_outputs_on, gm))
     found = (
         ("on a batch of another size", _taken(gm, example.others())),
         ("on inputs of other sizes", _taken(gm, example.apart(free, single=False))),
@@ -259,7 +260,11 @@ def _elsewhere(
     return tuple((place, *taken) for place, taken in found if taken is not None)
 
 
+def _outputs_on(gm: fx.GraphModule, call: ExampleCall) -> tuple[Tensor, ...]:
+    return eval_outputs(gm, (call.args, dict(call.kwargs)))
+
+
 def _taken(gm: fx.GraphModule, calls: Iterable[ExampleCall]) -> tuple[Inputs, tuple[Tensor, ...]] | None:
     """The first of these calls that the model takes, and its outputs; None if it takes none."""
-    found = first_taken(calls, lambda call: eval_outputs(gm, (call.args, dict(call.kwargs))))
+    found = first_taken(calls, partial(_outputs_on, gm))
     return None if found is None else ((found[0].args, dict(found[0].kwargs)), found[1])

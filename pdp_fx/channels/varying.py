@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from pdp_fx.channels.counts import has_fixed_size
 from pdp_fx.channels.record import Record
 from pdp_fx.ops.kinds import attribute
-from pdp_fx.weights.sources import asks_kind, asks_size
+from pdp_fx.weights.sources import asks_kind, asks_size, sources_of
 
 
 def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) -> None:
@@ -33,26 +33,13 @@ def note_varying(gm: fx.GraphModule, node: fx.Node, record: Record, drew: bool) 
         # `convert` checks that tables of whole numbers are those of `prepare`.
         if isinstance(stored, nn.Parameter) or (isinstance(stored, Tensor) and stored.is_floating_point()):
             record.varying.add(node.name)
-    elif node.target == "item" and _is_stored(node):
+    elif node.target == "item" and any(source.op == "get_attr" for source in sources_of(node)):
         # A counter, not a table.
         record.varying.add(node.name)
     elif asks_size(node):
         _note_size(gm, node, record)
     elif not asks_kind(node) and any(_is_varying(source, node, record) for source in node.all_input_nodes):
         record.varying.add(node.name)
-
-
-def _is_stored(node: fx.Node) -> bool:
-    """Whether what ``node`` computes with comes from a parameter or buffer."""
-    todo, seen = list(node.all_input_nodes), set[fx.Node]()
-    while todo:
-        source = todo.pop()
-        if source.op == "get_attr":
-            return True
-        if source not in seen:
-            seen.add(source)
-            todo += source.all_input_nodes
-    return False
 
 
 def _note_size(gm: fx.GraphModule, node: fx.Node, record: Record) -> None:

@@ -1,7 +1,7 @@
 """Recording a model in both modes, repeatedly, until all that a graph cannot express is kept whole."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -123,6 +123,29 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
     return None if skips and not training else found
 
 
+def recorded_again(
+    model: nn.Module,
+    example: ExampleCall,
+    training: bool,
+    findings: Findings,
+    empty: Container[int] = (),
+    decoy: int = 0,
+) -> Recording:
+    """Another recording of a model that was recorded, to compare; no branch on random numbers is taken.
+
+    Args:
+        model: the model; it is restored.
+        example: the arguments.
+        training: the mode.
+        findings: what is known of the model; what is learned is added.
+        empty: as for `record`.
+        decoy: as for `record`.
+    """
+    answers: Answers | None = (lambda _: False) if findings.follows_draws else None
+    work = lambda: record(in_mode(model, training), example.fresh(), findings, answers, empty, decoy)  # noqa: E731
+    return forgetting(work, model)
+
+
 def _told_of_empty(
     model: nn.Module, example: ExampleCall, training: bool, findings: Findings, recording: Recording
 ) -> Recording | None:
@@ -134,16 +157,13 @@ def _told_of_empty(
     by_line: dict[str, dict[int, None]] = {}
     for asked in recording.asked:
         by_line.setdefault(asked.source, {})[asked.number] = None
-    answers: Answers | None = (lambda _: False) if findings.follows_draws else None
     emptied: list[Emptied] = []
 
     def told(numbers: frozenset[int]) -> Outcome | None:
         if recording.draws:
             return None
         try:
-            other = forgetting(
-                lambda: record(in_mode(model, training), example.fresh(), findings, answers, numbers), model
-            )
+            other = recorded_again(model, example, training, findings, numbers)
         except Exception as err:  # noqa: BLE001 the model need not bear to be told that nothing is selected
             _log.info("fails where nothing is selected: %s", err)
             return None

@@ -82,12 +82,10 @@ def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(type(model), name))))
         except (OSError, TypeError, SyntaxError, AttributeError):
             return frozenset(named)
-        numbers = {
-            part for node in ast.walk(tree) if _is_number_of_part(node, model) for part in ast.walk(node)
-        }
-        asked = {
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in numbers
-        }
+        attributes_read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        numbers = [node for node in attributes_read if _is_number_of_part(node, model)]
+        beside = {part for node in numbers for part in ast.walk(node)}
+        asked = {node.attr for node in attributes_read if node not in beside}
         todo += [
             attr
             for attr in asked

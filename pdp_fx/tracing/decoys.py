@@ -11,10 +11,9 @@ import logging
 from torch import nn
 
 from pdp_fx.tracing.align import kind_of_step
+from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.forgetting import forgetting, in_mode
-from pdp_fx.tracing.record import record
 from pdp_fx.tracing.skipping import differences
 from pdp_fx.tracing.steps import InexactError, Recording, is_read
 
@@ -45,19 +44,9 @@ def check_read_numbers(model: nn.Module, example: ExampleCall, findings: Finding
 
 
 def _acts_alike(model: nn.Module, example: ExampleCall, findings: Findings, training: bool) -> bool:
-    answers = (lambda _: False) if findings.follows_draws else None
-    kept, found = findings.aside(), list[Recording]()
+    kept = findings.aside()
     try:
-        for decoy in DECOYS:
-            found.append(
-                forgetting(
-                    lambda decoy=decoy: record(
-                        in_mode(model, training), example.fresh(), kept, answers, decoy=decoy
-                    ),
-                    model,
-                    expected=(Exception,),
-                )
-            )
+        found = [recorded_again(model, example, training, kept, decoy=decoy) for decoy in DECOYS]
     except Exception as err:  # noqa: BLE001 an index is out of range, for one
         _log.info("fails with other digits of the numbers that it reads: %s", err)
         return False

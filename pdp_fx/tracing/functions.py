@@ -194,11 +194,18 @@ def first_by_position(function: Callable[..., Any], args: Args, kwargs: Kwargs) 
 @functools.cache
 def _first_name(function: Callable[..., Any]) -> str | None:
     """The name of the first argument of a function of torch; None if it is not known."""
+    firsts = [names[0] for names in _argument_names(function) if names]
     if isinstance(function, FunctionType):
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return code.co_varnames[0] if code is not None and code.co_argcount else None
-    firsts = {form.arguments[0].name for form in _forms(name_of(function)) if form.arguments}
+        return firsts[0] if firsts else None
     return "input" if "self" in firsts else None
+
+
+def _argument_names(function: Callable[..., Any]) -> list[list[str]]:
+    """The names of the positional arguments of a function of torch, for each of its forms."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, FunctionType) else None
+    if code is not None:
+        return [list(code.co_varnames[: code.co_argcount])]
+    return [[argument.name for argument in form.arguments] for form in _forms(name_of(function))]
 
 
 def without_hints(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,13 +252,13 @@ def kept_alive(target: str | Callable[..., Any]) -> Callable[..., Any] | None:
 def told_to_channels(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments of a call of a torch function that say which axes it runs along or what it fills with."""
     telling = _AXES | ({"value"} if name_of(function).rstrip("_") in _FILLS else set[str]())
-    code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, FunctionType) else None
-    forms = [[argument.name for argument in form.arguments] for form in _forms(name_of(function))]
-    if code is not None:
-        forms = [list(code.co_varnames[: code.co_argcount])]
     found = [value for name, value in kwargs.items() if name in telling]
     # Several axes may be given one by one.
-    told = (zip([*names, *names[-1:] * len(args)], args, strict=False) for names in forms if names)
+    told = (
+        zip([*names, *names[-1:] * len(args)], args, strict=False)
+        for names in _argument_names(function)
+        if names
+    )
     return [*found, *(value for pairs in told for name, value in pairs if name in telling)]
 
 

@@ -17,10 +17,9 @@ import torch
 from torch import fx, nn
 
 from pdp_fx.tracing.align import kind_of_step
+from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.forgetting import forgetting, in_mode
-from pdp_fx.tracing.record import record
 from pdp_fx.tracing.skipping import differences
 from pdp_fx.tracing.steps import Recording, Step
 from pdp_fx.tracing.verify import tried
@@ -98,10 +97,8 @@ def _is_another(
     model: nn.Module, other: ExampleCall, findings: Findings, training: bool, known: Recording
 ) -> bool:
     """Whether a plain number in a recording of the model is another one on this call."""
-    kept = findings.aside()
-    answers = (lambda _: False) if findings.follows_draws else None
     try:
-        found = forgetting(lambda: record(in_mode(model, training), other.fresh(), kept, answers), model)
+        found = recorded_again(model, other, training, findings.aside())
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         _log.info("not recorded on other sizes: %s", err)
         return False
