@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import fx, nn
@@ -23,7 +22,7 @@ from pdp_fx.field_checks import described
 from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
-from pdp_fx.tracing.decoys import check_read_numbers
+from pdp_fx.tracing.decoys import insist
 from pdp_fx.tracing.exact import (
     MODES,
     build,
@@ -45,7 +44,7 @@ from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
-from pdp_fx.tracing.resizing import try_sizes
+from pdp_fx.tracing.resizing import wrong_sizes
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of
 from pdp_fx.tracing.steps import InexactError, Whole
@@ -54,7 +53,6 @@ from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unmoved import unmoved_iterators
 from pdp_fx.tracing.unscripting import unscripted
-from pdp_fx.tracing.unseen import followed_unseen
 from pdp_fx.tracing.verify import Runner, run, tried
 from pdp_fx.tracing.waiving import waive
 
@@ -152,14 +150,11 @@ def _trace_until_nothing_lasts(
                 lasting |= _culprits(model, example, lasting, err)
                 continue
         if findings.sizes.read:
-            sizes = try_sizes(gm, model, example)
-            unseen = followed_unseen(gm, model, example, findings, sizes.free)
-            held = sizes.held | unseen.sizes
+            held = wrong_sizes(gm, model, example)
             if held:
                 findings = findings.anew(replace(findings.sizes, held=held))
                 gm = _traced(model, example, findings, watch)
-            adapted = _held_to_batch if unseen.batch else partial(_for_other_batches, gm)
-            gm = adapted(model, example, findings, watch)
+            gm = _for_other_batches(gm, model, example, findings, watch)
         kept = remembering(gm, model, example, changes, lasting)
         if not kept:
             return gm
@@ -411,7 +406,8 @@ def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Rec
     """Record both modes; if the model itself fails in training mode, raise that error instead."""
     try:
         recordings = record_both(model, example, findings)
-        check_read_numbers(model, example, findings)
+        while insist(model, example, findings):
+            recordings = record_both(model, example, findings)
         all_is_written()
         return recordings
     except Exception:

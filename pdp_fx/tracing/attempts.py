@@ -15,6 +15,7 @@ from pdp_fx.tracing.leaves import stores_tensors
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.selecting import note_idle, selects_alike
+from pdp_fx.tracing.sizes import Decoy
 from pdp_fx.tracing.skipping import Answers, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Emptied, Recording, UnrecordableError, Whole
@@ -129,7 +130,7 @@ def recorded_again(
     training: bool,
     findings: Findings,
     empty: Container[int] = (),
-    decoy: int = 0,
+    decoy: Decoy | None = None,
 ) -> Recording:
     """Another recording of a model that was recorded, to compare; no branch on random numbers is taken.
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pdp_fx.tracing.reads import counted
 from pdp_fx.tracing.recorder import Recorder
@@ -100,6 +100,7 @@ def _fixing(function: Callable[..., Any], session: Session) -> Callable[..., Any
     def call(*args: Any, **kwargs: Any) -> Any:
         if session.open:
             note_fixed(tree_leaves((args, kwargs)), session)
+        args, kwargs = tree_map(plain, (args, kwargs))
         return function(*args, **kwargs)
 
     return call
@@ -119,8 +120,9 @@ def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]
         if len(args) == 1 and isinstance(args[0], Iterable) and not isinstance(args[0], torch.Tensor):
             sequence = tuple(args[0])
             args = (sequence,)
-        if "key" in kwargs and session.open:
-            note_fixed([kwargs["key"](item) for item in (args if sequence is None else sequence)], session)
+        key = kwargs.get("key")
+        if key is not None and session.open:
+            note_fixed([key(item) for item in (args if sequence is None else sequence)], session)
         leaves = tree_leaves((args, kwargs))
         if not session.open or not any(isinstance(leaf, Live) for leaf in leaves):
             return function(*args, **kwargs)
@@ -131,6 +133,7 @@ def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]
             or any(not isinstance(number, int | float) for number in numbers)
         ):
             note_fixed(leaves, session)
+            args = tree_map(plain, args)
             return function(*args, **kwargs)
         if sequence is not None and len(sequence) == 1:
             return sequence[0]

@@ -7,7 +7,7 @@ that span is an expression, and its parents say what the value is for.
 import ast
 import inspect
 import linecache
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -198,22 +198,55 @@ def root_name(value: ast.expr) -> str:
     return value.id if isinstance(value, ast.Name) else ""
 
 
+def uses_beyond(frame: FrameType, method: str, attributes: Container[str]) -> bool:
+    """Whether the frame calls this method and uses the result otherwise than by one of these attributes."""
+    located = expression_at(frame)
+    if located is None or not isinstance(located.node, ast.Call) or _name(located.node) != method:
+        return False
+    user = located.parents[-1] if located.parents else None
+    return not (isinstance(user, ast.Attribute) and user.attr in attributes)
+
+
 def only_says(frame: FrameType) -> bool:
     """Whether what the frame computes ends in a message, as in `print(...)` or `raise ...`.
 
-    An f-string that is given to a check, as in `torch._assert(ok, f"...")`, is a message, too.
+    An f-string that is given to a check, as in `torch._assert(ok, f"...")`, is a message, too, and so is a
+    variable that is used in messages only.
     """
     located = expression_at(frame)
-    written = False
-    for parent in reversed(located.parents if located is not None else ()):
-        written |= isinstance(parent, ast.JoinedStr)
-        if isinstance(parent, ast.stmt):
-            call = parent.value if isinstance(parent, ast.Expr) else None
-            if not isinstance(call, ast.Call):
-                return isinstance(parent, ast.Raise)
-            name = _name(call)
-            return name in _SAYING or (written and any(word in name for word in _CHECKING))
-    return False
+    return located is not None and says(located)
+
+
+def says(located: Located, variables: frozenset[str] = frozenset()) -> bool:
+    """Whether an expression ends in a message; these variables are known to, if it does."""
+    statement = next((parent for parent in reversed(located.parents) if isinstance(parent, ast.stmt)), None)
+    match statement:
+        case ast.Raise():
+            return True
+        case ast.Expr(value=ast.Call() as call):
+            if any(keyword.arg == "file" for keyword in call.keywords) or not _is_shown(call):
+                return False
+            written = any(isinstance(parent, ast.JoinedStr) for parent in located.parents)
+            return _name(call) in _SAYING or (written and any(word in _name(call) for word in _CHECKING))
+        case ast.Assign(targets=[ast.Name(id=name)]) if located.function is not None:
+            if name in variables:
+                return True
+            uses = () if _is_lent(name, located.function) else names_in(located.function).get(name, ())
+            return bool(uses) and all(says(use, variables | {name}) for use in uses)
+        case _:
+            return False
+
+
+def _is_lent(name: str, function: ast.FunctionDef) -> bool:
+    """Whether a variable of a function is that of another one, or a global."""
+    lent = (part.names for part in ast.walk(function) if isinstance(part, ast.Global | ast.Nonlocal))
+    return any(name in names for names in lent)
+
+
+def _is_shown(call: ast.Call) -> bool:
+    """Whether what a call of `write` is given goes to the terminal."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return _name(call) != "write" or getattr(owner, "attr", "") in ("stdout", "stderr")
 
 
 _CHECKING = ("check", "assert")

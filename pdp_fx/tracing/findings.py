@@ -8,7 +8,7 @@ from typing import Any
 from pdp_fx.tracing.flags import MixedModesError
 from pdp_fx.tracing.objects import Bound
 from pdp_fx.tracing.settings import Question, Setting, SettingError
-from pdp_fx.tracing.sizes import Casts
+from pdp_fx.tracing.sizes import Casts, Place
 from pdp_fx.tracing.steps import Recording, UnprovenError, Whole
 
 
@@ -49,6 +49,7 @@ class Findings:
         follows_draws: whether branches on random numbers, or on whether numbers are finite, become choices.
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
+        insisted: where the model reads numbers of which Python makes plain ones unseen.
         unproven: the lines whose branches on whether anything is selected may do more than leave work out.
     """
 
@@ -66,6 +67,7 @@ class Findings:
     follows_draws: bool = True
     met_ragged: bool = False
     checks_ragged: bool = False
+    insisted: frozenset[Place] = frozenset()
     unproven: frozenset[str] = frozenset()
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
@@ -80,7 +82,7 @@ class Findings:
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
         made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
-        made.holds, made.alike = self.holds, self.alike
+        made.holds, made.alike, made.insisted = self.holds, self.alike, self.insisted
         return made
 
     def aside(self) -> Findings:
@@ -146,7 +148,7 @@ class Findings:
     @property
     def knowledge(self) -> int:
         """A number that grows with everything learned, to tell outdated recordings."""
-        return len(self.tried) + len(self.casts or ())
+        return len(self.tried) + len(self.casts or ()) + len(self.insisted)
 
     def note(self, training: bool, recording: Recording, knowledge: int) -> None:
         """Note a recording of a mode, made when `knowledge` had this value."""

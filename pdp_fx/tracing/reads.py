@@ -8,7 +8,14 @@ from torch import nn
 
 from pdp_fx.ops.data import data_of
 from pdp_fx.tracing import functions
-from pdp_fx.tracing.expressions import multiplies_sizes, only_checks, only_judged, only_says, only_unpacks
+from pdp_fx.tracing.expressions import (
+    multiplies_sizes,
+    only_checks,
+    only_judged,
+    only_says,
+    only_unpacks,
+    uses_beyond,
+)
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
 from pdp_fx.tracing.selecting import asks_any
 from pdp_fx.tracing.settings import HELD, is_users_question, note_asked_tensor
@@ -268,6 +275,35 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
     return truth
 
 
+def _text(name: str) -> Call:
+    """The read of a text with the numbers in a tensor, which may decide anything unless it is a message."""
+
+    def read(recorder: Recorder, tensor: torch.Tensor, *told: Any, **options: Any) -> str:
+        text: str = recorder.run(getattr(torch.Tensor, name), (tensor, *told), options)
+        value, frame = recorder.origins.known(tensor), user_frame()
+        if is_data(value) and frame is not None and not recorder.inside and not only_says(frame):
+            raise NumberReadError(reads(value, "makes a text of the numbers in a tensor"), text)
+        return text
+
+    return read
+
+
+def _memory(name: str) -> Call:
+    """The read of a tensor's storage, which lends its numbers to code that torch functions do not show."""
+
+    def read(recorder: Recorder, tensor: torch.Tensor) -> Any:
+        frame, value = user_frame(), recorder.origins.known(tensor)
+        if is_data(value) and frame is not None and uses_beyond(frame, name, _OF_MEMORY):
+            raise UnrecordableError(reads(value, "looks into the memory of a tensor"))
+        return recorder.run(getattr(torch.Tensor, name), (tensor,), {})
+
+    return read
+
+
+_OF_MEMORY = frozenset({"data_ptr", "device", "_cdata"})
+"""What a storage tells that is neither its numbers nor how many there are."""
+
+
 def check(recorder: Recorder, condition: torch.Tensor) -> None:
     """Add a check that a tensor is true."""
     with recorder.silent():
@@ -313,5 +349,8 @@ _READS: dict[str, Call] = {
     "__int__": _cast(int, "__int__"),
     "__float__": _cast(float, "__float__"),
     "__bool__": _truth,
+    **{name: _memory(name) for name in ("storage", "untyped_storage", "_typed_storage")},
+    "__repr__": _text("__repr__"),
+    "__format__": _text("__format__"),
     "data": _data,
 }

@@ -1,5 +1,6 @@
 """One recorded run of a model on its example inputs."""
 
+import time
 from collections.abc import Callable, Container
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from pdp_fx.tracing.inputs import bind, held_to_given
 from pdp_fx.tracing.intercept import listening
 from pdp_fx.tracing.outcome import outcome
 from pdp_fx.tracing.recorder import Recorder
+from pdp_fx.tracing.sizes import Decoy
 from pdp_fx.tracing.source import runs_model
 from pdp_fx.tracing.steps import Recording
 from pdp_fx.tracing.yielding import yielding_floats
@@ -24,7 +26,7 @@ def record(
     findings: Findings,
     answers: Callable[[int], bool] | None = None,
     empty: Container[int] = (),
-    decoy: int = 0,
+    decoy: Decoy | None = None,
 ) -> Recording:
     """Run the model, in the mode that it is in, and record what it does.
 
@@ -43,11 +45,12 @@ def record(
     recorder = Recorder(model, findings, answers, empty)
     recorder.session.decoy = decoy
     try:
+        started = time.perf_counter()
         call = bind(recorder, model, example)
         with yielding_floats(model), noting_flags(recorder), listening(recorder):
             result = model(*call.args, **call.kwargs)
         recording = held_to_given(recorder.finish(result), model, example)
-        return replace(recording, outcome=outcome(model, result))
+        return replace(recording, outcome=outcome(model, result), seconds=time.perf_counter() - started)
     except Exception as err:
         recorder.failures.check(err)
         raise

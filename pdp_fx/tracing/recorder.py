@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.selecting import selection
 from pdp_fx.tracing.shapes import check_step
-from pdp_fx.tracing.sizes import Live, Session, live, note_fixed, plain, value_of
+from pdp_fx.tracing.sizes import Live, Place, Session, live, note_fixed, plain, value_of
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
@@ -49,10 +50,11 @@ from pdp_fx.tracing.steps import (
     is_data,
     is_ragged,
     is_read,
-    may_change,
+    selectors,
     varies,
 )
 from pdp_fx.tracing.structure import has_tensors, tensors
+from pdp_fx.tracing.time_limit import TooLongError
 from pdp_fx.tracing.watch import Watch
 
 Call = Callable[..., Any]
@@ -216,7 +218,7 @@ class Recorder:
             # Sizes may follow from it, and decide no more than those of what a mask selects. Training changes
             # parameters and buffers, too.
             step.data, step.varies, step.ragged, step.sized = False, True, True, True
-            return live(result, self._added(step), self.session)
+            return self._read(result, self._added(step), name)
         if data:
             raise NumberReadError(reads(data[0], f"uses the numbers in a tensor ({name})"), result)
         if not step.varies:
@@ -224,7 +226,7 @@ class Recorder:
         if isinstance(result, np.ndarray):
             self.decided(Expr(operator.eq, (Expr("tolist", (self._added(step),)), result.tolist())))
         elif name == "item":
-            return live(result, self._added(step), self.session)
+            return self._read(result, self._added(step), name)
         elif isinstance(result, bool | int | float | list):
             self.decided(Expr(operator.eq, (self._added(step), result)))
         return result
@@ -287,7 +289,7 @@ class Recorder:
             on_purpose: whether the code compared with a plain number above 1.
         """
         known = identity(fact)
-        if self.inside or known in self._decided or is_data(fact) or not may_change(fact):
+        if self.inside or known in self._decided or is_data(fact) or not self._may_change(fact):
             return
         self._decided.add(known)
         if is_read(fact):
@@ -427,7 +429,54 @@ class Recorder:
 
     def live(self, number: Any, call: str, *args: Any) -> Any:
         """The number with the method call that computes it in the graph."""
-        return live(number, Expr(call, args), self.session)
+        return self._read(number, Expr(call, args), call, *args[1:])
+
+    def _read(self, number: Any, value: Value, call: str, axis: int = 0) -> Any:
+        """The number that the model reads of a tensor, with the expression that reads it."""
+        decoy = self.session.decoy
+        if (decoy is not None or self.findings.insisted) and not self.inside and self._may_differ(value):
+            place = Place(source_line(), call, axis)
+            if place in self.findings.insisted:
+                self._insist(value, number)
+            elif decoy is not None:
+                decoy.meet(place, value)
+        return live(number, value, self.session)
+
+    def _may_change(self, fact: Expr) -> bool:
+        """Whether a comparison may come out differently in another run: its operands differ, and may."""
+        return len({identity(arg) for arg in fact.args}) > 1 and any(map(self._may_differ, fact.args))
+
+    def _may_differ(self, value: Value) -> bool:
+        """Whether a number may be another one in another run."""
+        return varies(value) or is_read(value) or (is_ragged(value) and self._follows_floats(value))
+
+    def _follows_floats(self, value: Value) -> bool:
+        """Whether a size depends on the floating-point numbers in a parameter or buffer, which may change.
+
+        Masks and indices that a model stores stay what they are.
+        """
+        return any(self._floats.get(each.path, False) for each in selectors(value))
+
+    @cached_property
+    def _floats(self) -> dict[str, bool]:
+        """By the names of all parameters and buffers, whether they are floating-point."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {path: tensor.is_floating_point() for path, tensor in named}
+
+    def _insist(self, value: Value, number: Any) -> None:
+        """Let the graph insist on a number that Python takes for a plain one."""
+        fact = Expr(operator.eq, (value, number))
+        if is_read(value) or is_ragged(value):
+            self.decided(fact)
+            return
+        source = source_line()
+        self.hold(
+            value,
+            number,
+            f"{source} reads a size, and the model computes another thing by a number that Python makes of "
+            "it, as by ratios[0] * size (but not size * ratios[0]) or ratios[size]; trace with "
+            "example_inputs of the size you need",
+        )
 
     def run_and_compare(
         self, call: Call, args: Args, kwargs: Kwargs, step: Step, operands: list[torch.Tensor]
@@ -467,6 +516,8 @@ class Recorder:
         if any(tensor.is_nested for tensor in tensors(result)):
             raise UnrecordableError("makes a nested tensor, whose rows differ in length")
         self.steps.append(step)
+        if self.session.decoy is not None and len(self.steps) > self.session.decoy.most:
+            raise TooLongError
         step.changes = tuple(self.origins.value(tensor) for tensor in changed)
         for tensor in changed:
             returned = any(tensor is part for part in tensors(result))

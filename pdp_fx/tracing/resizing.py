@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -14,37 +13,22 @@ from pdp_fx.tracing.verify import tried
 _log = logging.getLogger(__name__)
 
 
-class Tried(NamedTuple):
-    """What came of trying other sizes than those of the example.
+def wrong_sizes(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> frozenset[int]:
+    """The sizes of the example that a graph must insist on, because it is wrong with others.
 
-    Attributes:
-        held: the sizes that the graph must insist on, because it is wrong with other ones.
-        free: the sizes that may be others along all axes that have them, for the model takes that.
-    """
-
-    held: frozenset[int]
-    free: frozenset[int]
-
-
-def try_sizes(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> Tried:
-    """Try a graph on other sizes.
-
-    A size may have become a plain number unseen, as in ``0.5 * x.shape[1]``, where Python calls the method of
-    the number on the left. Each size is replaced by the first other one that the model accepts: along all
+    Each size is replaced by the first other one that the model accepts: along all
     axes that have it, and along one or, where they do not go together, such as channels and pixels, along
     each. A graph that fails there by a check of its own is not wrong. Examples with whole numbers on a GPU
     are not tried.
     """
     if example.has_places_elsewhere:
-        return Tried(frozenset(), frozenset())
-    held, free = set[int](), set[int]()
+        return frozenset()
+    held = set[int]()
     for size in sorted(example.sizes()):
         together = _first_verdict(gm, model, example.resized(size))
-        if together is not None:
-            free.add(size)
         if together or _is_wrong_along_one(gm, model, example, size, together is None):
             held.add(size)
-    return Tried(frozenset(held), frozenset(free))
+    return frozenset(held)
 
 
 def _is_wrong_along_one(

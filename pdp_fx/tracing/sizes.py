@@ -11,13 +11,13 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdp_fx.tracing.expressions import only_says
 from pdp_fx.tracing.source import is_users
-from pdp_fx.tracing.steps import Expr, Value, is_read
+from pdp_fx.tracing.steps import Expr, Value
 
 Casts = dict[tuple[int, str], dict[str, Any]]
 
@@ -32,8 +32,7 @@ class Session:
         selected: called with the expression of a number that users' code compares with 0; whether to go on as
             if it were not 0, or None to go by the number.
         open: whether the recording is still running; after it live numbers act like plain ones.
-        decoy: what is added to the digits of numbers that are read from tensors, which none of their methods
-            shows (`decoys`).
+        decoy: which numbers have other digits; None if none has.
         compared: whether users' code compared live numbers with each other or with 1. For a batch of one such
             a comparison may be true by chance.
         cast_in: the globals of users' code that called `int` or `float` on a live number or on a
@@ -43,13 +42,67 @@ class Session:
     decided: Callable[[Expr, bool], None]
     selected: Callable[[Value], bool | None] = lambda _: None
     open: bool = True
-    decoy: int = 0
+    decoy: "Decoy | None" = None
     compared: bool = False
     cast_in: Casts = field(default_factory=dict[tuple[int, str], dict[str, Any]])
 
     def note_cast(self, kind: type, names: dict[str, Any]) -> None:
         """Note that code with these globals makes a plain number of this kind of one that it was given."""
         self.cast_in[id(names), kind.__name__] = names
+
+
+class Place(NamedTuple):
+    """Where a model reads numbers.
+
+    Attributes:
+        source: the line of the model's code, `file.py:line`.
+        call: the method of the tensor that is read, such as "size".
+        axis: which of the numbers; 0 of a single one.
+    """
+
+    source: str
+    call: str
+    axis: int
+
+
+class Decoy:
+    """Which live numbers have other digits, which none of their methods shows (`pdp_fx.tracing.decoys`).
+
+    What is added to digits is far out of the range of lists, and another amount for each number: what two
+    are off by may cancel out.
+
+    Args:
+        sign: 1 or -1, that of what is added.
+        most: how many steps the recording may have.
+        places: where the hidden numbers are read; None if everywhere. Those computed with them are, too.
+
+    Attributes:
+        met: the places so far.
+        most: as given.
+    """
+
+    def __init__(self, sign: int, most: int, places: Container[Place] | None = None) -> None:
+        self.most = most
+        self.met: dict[Place, None] = {}
+        self._sign, self._places = sign, places
+        self._added: dict[int, tuple[Value, int]] = {}
+
+    def meet(self, place: Place, value: Value) -> None:
+        """Hide the number with this expression that is read at a place, if those there are hidden."""
+        self.met[place] = None
+        if self._places is None or place in self._places:
+            self._hide(value)
+
+    def added(self, value: Value) -> int:
+        """What is added to the digits of the number with this expression; 0 if it is not hidden."""
+        operands = value.args if isinstance(value, Expr) else ()
+        if id(value) not in self._added and any(id(each) in self._added for each in operands):
+            self._hide(value)
+        return self._added[id(value)][1] if id(value) in self._added else 0
+
+    def _hide(self, value: Value) -> None:
+        number = len(self._added)
+        self._added[id(value)] = value, self._sign * (1009 * (1 + number % 5) + 2 * number)
 
 
 _OVER = Session(lambda _expression, _on_purpose: None, open=False)
@@ -70,7 +123,14 @@ class LiveInt(int):
     number: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        note_fixed((self,), self.session)
         return int, (plain(self),)
+
+    def __deepcopy__(self, _: Any) -> int:
+        return self if self.session.open else plain(self)
+
+    def __copy__(self) -> int:
+        return self.__deepcopy__(None)
 
 
 class LiveFloat(float):
@@ -81,7 +141,14 @@ class LiveFloat(float):
     number: float | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        note_fixed((self,), self.session)
         return float, (plain(self),)
+
+    def __deepcopy__(self, _: Any) -> float:
+        return self if self.session.open else plain(self)
+
+    def __copy__(self) -> float:
+        return self.__deepcopy__(None)
 
 
 Live = LiveInt | LiveFloat
@@ -113,10 +180,9 @@ def live(number: Any, value: Value, session: Session) -> Any:
     """The number with its expression; anything but an int or a float is returned as it is."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return number
-    hidden = session.decoy != 0 and is_read(value)
-    shown = number + session.decoy if hidden else number
-    made: Any = LiveInt(shown) if isinstance(number, int) else LiveFloat(shown)
-    made.number = number if hidden else None
+    added = session.decoy.added(value) if session.decoy is not None else 0
+    made: Any = LiveInt(number + added) if isinstance(number, int) else LiveFloat(number + 1.37 * added)
+    made.number = number if added else None
     made.value = value
     made.session = session
     return made
@@ -157,10 +223,12 @@ def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callab
         return live(number, Expr(call, (value_of(left, session), value_of(right, session))), session)
 
     def repeated(self: Any, other: Any) -> Any:
-        """Leave the multiplication of a list to Python, and let the graph check the number of repetitions."""
-        if call is operator.mul and isinstance(other, Sequence) and _is_asked_by_user(self.session, 3):
+        """Repeat a list, and let the graph check how often."""
+        if call is not operator.mul or not isinstance(other, Sequence):
+            return NotImplemented
+        if _is_asked_by_user(self.session, 3):
             note_fixed((self,), self.session)
-        return NotImplemented
+        return operator.mul(other, plain(self))
 
     def forward(self: Any, other: Any, *modulus: Any) -> Any:
         if modulus:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -80,3 +81,12 @@ def source_of(err: BaseException, function: Callable[..., object] | None = None)
     if lines:
         return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}"
     return (function and line_of(function)) or "no user code"
+
+
+def raised_by_user(err: BaseException) -> bool:
+    """Whether an error comes from a `raise` or an `assert` of code outside torch and pdp_fx."""
+    last = traceback.extract_tb(err.__traceback__)[-1:]
+    return bool(last) and is_users(last[0].filename) and bool(_RAISES.search(last[0].line or ""))
+
+
+_RAISES = re.compile(r"\b(raise|assert)\b")

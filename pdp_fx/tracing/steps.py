@@ -8,7 +8,7 @@ differently.
 """
 
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -218,6 +218,7 @@ class Recording:
         draws: where the model branched on random numbers alone or on whether numbers are finite, in order.
         asked: where the model asked whether a selection is empty, in order.
         emptied: runs that were told of some selections that they are.
+        seconds: how long the run took.
     """
 
     steps: tuple[Step, ...]
@@ -229,6 +230,7 @@ class Recording:
     draws: tuple[Draw, ...] = ()
     asked: tuple[Asked, ...] = ()
     emptied: tuple[Emptied, ...] = ()
+    seconds: float = 0.0
 
     @property
     def draws_outside(self) -> bool:
@@ -347,10 +349,22 @@ def is_input(value: Any) -> bool:
     return isinstance(value, Step) and value.op == "placeholder"
 
 
-def may_change(fact: Expr) -> bool:
-    """Whether a comparison may come out differently in another run: its operands differ, and one varies."""
-    operands = {identity(arg) for arg in fact.args}
-    return len(operands) > 1 and any(varies(arg) for arg in fact.args)
+def selectors(value: Any) -> Iterator[Attribute]:
+    """The parameters and buffers on whose numbers a size depends that depends on numbers."""
+    left, seen = [value], set[int]()
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Attribute):
+            yield part
+        elif isinstance(part, list | tuple):
+            left += part
+        elif isinstance(part, Step | Expr):
+            selects = isinstance(part, Step) and part.called in ("getitem", "masked_select")
+            left += part.args[1:] if selects and not is_ragged(part.args[0]) else part.args
+            left += part.kwargs.values()
 
 
 def identity(value: Any) -> Hashable:

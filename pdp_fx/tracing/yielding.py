@@ -3,7 +3,7 @@
 In ``0.5 * x.shape[1]`` Python asks the float on the left first, which takes a live number for a plain one. So
 for the time of a recording, the floats in the model's code and attributes are of a class that yields: the
 number on the right then computes, and stays alive. What remains unseen, such as where a float comes out of a
-list, is found by `pdp_fx.tracing.unseen`.
+list, is found by `pdp_fx.tracing.decoys`.
 """
 
 import functools

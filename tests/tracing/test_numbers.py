@@ -1,8 +1,11 @@
 """Numbers that a model reads from a tensor and computes with: they stay computations in the graph."""
 
 import copy
+import io
 import itertools
+import logging
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,8 @@ from torch.nn import functional
 from pdp_fx import TraceError
 from pdp_fx.trace import trace
 from tests.tracing.checks import Around, exact, opaque
+
+_log = logging.getLogger(__name__)
 
 Act = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 
@@ -287,3 +292,78 @@ def test_a_number_that_is_left_for_the_next_call_keeps_its_module_whole() -> Non
     assert not opaque(gm)
     with pytest.raises(Exception, match="next call|keeps|state"):
         trace(Leaves(before=True), torch.randn(3, 4))
+
+
+class Says(nn.Module):
+    """Makes a text of what it computes; what is done with the text is up to a function."""
+
+    def __init__(self, act: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 4), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x, self.linear(x))
+
+
+def by_its_format(x: Tensor, y: Tensor) -> Tensor:
+    return y * 2 if f"{x.max():.0f}" == "7" else y
+
+
+def by_its_name(x: Tensor, y: Tensor) -> Tensor:
+    said = str(x.max())
+    return y * 2 if "7." in said else y
+
+
+def by_a_message_and_more(x: Tensor, y: Tensor) -> Tensor:
+    said = f"{x.max():.0f}"
+    _log.info(said)
+    return y * 2 if said == "7" else y
+
+
+def by_what_another_function_reads(x: Tensor, y: Tensor) -> Tensor:
+    said = f"{0}"
+
+    def say() -> None:
+        nonlocal said
+        said = f"{x.max():.0f}"
+
+    say()
+    return y * 2 if said == "7" else y
+
+
+def by_what_it_has_written(x: Tensor, y: Tensor) -> Tensor:
+    page = io.StringIO()
+    page.write(f"{x.max():.0f}")
+    return y * 2 if page.getvalue() == "7" else y
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        *(by_its_format, by_its_name, by_a_message_and_more),
+        *(by_what_another_function_reads, by_what_it_has_written),
+    ],
+)
+def test_what_goes_by_a_text_of_the_numbers_in_a_tensor_stays_whole(act: Any) -> None:
+    gm = exact(Around(Says(act)), torch.randn(2, 4), torch.full((2, 4), 7.0))
+    (reason,) = opaque(gm).values()
+    assert "makes a text of the numbers in a tensor" in reason
+
+
+def printed(x: Tensor, y: Tensor) -> Tensor:
+    sys.stdout.write(f"{x.max():.2f}")
+    _log.info("%s, %s", x, str(y))
+    return y
+
+
+def kept_for_a_message(x: Tensor, y: Tensor) -> Tensor:
+    said = f"{x.max():.2f} of {y}"
+    if len(x) > 100:
+        raise ValueError(said)
+    _log.info(said)
+    return y
+
+
+@pytest.mark.parametrize("act", [printed, kept_for_a_message])
+def test_messages_hold_no_part_whole(act: Any) -> None:
+    assert not opaque(exact(Around(Says(act)), torch.randn(2, 4)))

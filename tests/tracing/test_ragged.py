@@ -97,7 +97,7 @@ def test_what_only_computes_with_such_sizes_is_looked_into() -> None:
         ("compared", "decides by a size that depends on the numbers in a tensor"),
         ("empty", "decides by a size that depends on the numbers in a tensor"),
         ("counted", "goes up to a size that depends on the numbers in a tensor"),
-        ("picks", "reads a size that depends on the numbers in a tensor (shape)"),
+        ("picks", "decides by a size that depends on the numbers in a tensor"),
     ],
 )
 def test_what_does_something_else_with_one_stays_whole(kind: str, reason: str) -> None:
