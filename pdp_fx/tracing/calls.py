@@ -187,7 +187,7 @@ def _whole(
 
 
 def _check_numbers(step: Step, result: Any) -> None:
-    """Refuse numbers in the result of a step that reads numbers in tensors: they would become constants."""
+    """Refuse numbers and texts in the result of a step that reads numbers: they would become constants."""
     # A record's number may be its default by chance.
     found = plain_leaves(result) if is_record(result) else leaves(result)
     if any(isinstance(leaf, bool | int | float) for leaf in found):
@@ -196,6 +196,8 @@ def _check_numbers(step: Step, result: Any) -> None:
         raise UnrecordableError(
             f"gets a number from {step.called}{where} that may depend on numbers in a tensor"
         )
+    if isinstance(result, str):
+        raise UnrecordableError(f"gets a text from {step.called} that may depend on numbers in a tensor")
 
 
 def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[torch.Tensor]) -> Facts:

@@ -29,6 +29,7 @@ from pdp_fx.tracing.expressions import (
     names_in,
     only_says,
     root_name,
+    says,
 )
 from pdp_fx.tracing.settings import HELD, Question, Setting
 from pdp_fx.tracing.source import is_users, source_line, user_frame
@@ -293,6 +294,8 @@ def _deciding(use: _Use, parent: ast.AST) -> Iterator[_Use]:
             yield from _in_call(use, parent)
         case ast.Subscript() if use.node is not parent.value:
             yield use
+        case ast.FormattedValue() | ast.BinOp(op=ast.Mod()) if not says(use.located):
+            yield use
         case ast.Match():
             yield use
         case ast.Compare() if not any(map(_is_none, parent.comparators)):
@@ -327,15 +330,19 @@ def _in_call(use: _Use, call: ast.Call) -> Iterator[_Use]:
     found = _looked_up(call.func, use.names)
     function = found.forward if isinstance(found, nn.Module) else found
     plain = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
-    if getattr(call.func, "attr", "") == "get" or _promotes(call) or any(found is each for each in _SPELT):
+    named = getattr(call.func, "attr", "")
+    if named == "get" or _promotes(call):
         yield use
+    elif named == "format" or any(found is each for each in _SPELT):
+        if not says(use.located):
+            yield use
     elif isinstance(plain, FunctionType) and callable(function) and is_users(plain.__code__.co_filename):
         names = ChainMap(dict(inspect.getclosurevars(plain).nonlocals), plain.__globals__)
         inside = replace(use, names=names, frame=None)
         yield from _named(inside, _parameters(function, call, use.node), definition(plain.__code__))
 
 
-_SPELT = str, repr, hash
+_SPELT = str, repr, hash, id, format
 """What is made of a dtype or device to go by; what only ends in a message is no decision."""
 
 

@@ -17,6 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pdp_fx.errors import TraceError
 from pdp_fx.tracing.generators import other_generators, torch_generators
 from pdp_fx.tracing.steps import UnrecordableError
 from pdp_fx.tracing.structure import flat_tensors, memory_of
@@ -131,13 +132,20 @@ class Watch(TorchDispatchMode):
             self._watched = outer
         self.random = self.random or _have_moved(states)
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise TraceError(
+                f"the model calls {func}, which is given functions and runs them where no recording sees; "
+                "prepare it with a branch, a loop or an attention of tensor operations instead"
+            )
         with torch._C.DisableTorchFunction():
             return self._note(func, args, kwargs or {})
 

@@ -175,6 +175,27 @@ def spelt(x: Tensor, weight: Tensor) -> Tensor:
     return (x.abs() if "16" in kind else x) * weight
 
 
+def formatted(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.abs() if f"{x.dtype}"[-2:] == "16" else x) * weight
+
+
+def put_into_a_text(x: Tensor, weight: Tensor) -> Tensor:
+    kind = x.dtype
+    return (x.abs() if "%s" % kind in ("torch.float16", "torch.bfloat16") else x) * weight  # noqa: UP031
+
+
+def formatted_by_name(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.abs() if "{}".format(x.dtype).endswith("16") else x) * weight  # noqa: UP032
+
+
+def said(x: Tensor, weight: Tensor) -> Tensor:
+    kind = x.dtype
+    text = f"of {x.dtype}"
+    if len(x) > 100:
+        raise ValueError(f"too many of {kind}, " + text)
+    return x * weight
+
+
 def got(x: Tensor, weight: Tensor) -> Tensor:
     return (x.abs() if getattr(x, "dtype") == torch.float64 else x) * weight  # noqa: B009 models write it so
 
@@ -313,6 +334,10 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     of_type: (set(), set()),
     of_one_kind: (set(), HALVES),
     spelt: (OTHERS, HALVES),
+    formatted: (OTHERS, HALVES),
+    put_into_a_text: (OTHERS, HALVES),
+    formatted_by_name: (OTHERS, HALVES),
+    said: (set(), set()),
     got: ({torch.float64}, set()),
     of_an_attribute: (OTHERS, HALVES),
     of_attributes_in_turn: (OTHERS, HALVES),

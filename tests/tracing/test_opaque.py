@@ -3,6 +3,7 @@ import math
 import pickle
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -162,6 +163,54 @@ class Dropping(Experts):
         out = super().forward(x)
         kept = (out != 0).any(1).nonzero()
         return out[: len(kept)]
+
+
+class Routed(nn.Module):
+    """Goes through the one layer that the numbers choose, by an index or by a name."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.gate, self.by_name = nn.Linear(4, 3), by_name
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x.mean(0)).argmax()
+        if self.by_name:
+            return self.get_submodule(f"experts.{chosen}")(x)
+        return self.experts[chosen](x)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_layer_that_the_numbers_choose_out_of_a_list_is_kept_whole_with_it(by_name: bool) -> None:
+    torch.manual_seed(0)
+    gm = exact(Around(Routed(by_name)), *(torch.randn(6, 4) * 9 for _ in range(6)))
+    assert "inner" in opaque(gm)
+
+
+class Looking(nn.Module):
+    """Looks into the memory of what it gets, or asks where that is."""
+
+    def __init__(self, look: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.look = look
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.look(x.mean())
+
+
+@pytest.mark.parametrize(
+    "look", [lambda mean: mean.untyped_storage().tolist()[0], lambda mean: mean.untyped_storage()[0]]
+)
+def test_what_looks_into_the_memory_of_a_tensor_is_kept_whole(look: Any) -> None:
+    gm = exact(Around(Looking(look)), *(torch.randn(6, 4) for _ in range(3)))
+    assert opaque(gm)
+
+
+def test_what_asks_where_a_tensor_lies_is_not() -> None:
+    gm = exact(
+        Around(Looking(lambda mean: 2.0 if mean.untyped_storage().data_ptr() else 1.0)), torch.randn(6, 4)
+    )
+    assert not opaque(gm)
 
 
 class Doubled(nn.Module):
@@ -771,3 +820,17 @@ def test_what_convert_returns_of_an_autograd_function_can_be_prepared_again() ->
         net = pdp_fx.convert(prepared)
         assert net.get_parameter("0.weight").shape == (width, 4)
         torch.testing.assert_close(net(x), prepared.eval()(x))
+
+
+class Branching(nn.Module):
+    """Chooses one of two functions by what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return chosen
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_operators_on_functions_are_refused() -> None:
+    with pytest.raises(TraceError, match="the model calls cond, which is given functions"):
+        trace(Around(Branching()), torch.randn(2, 4))
