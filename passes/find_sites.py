@@ -140,6 +140,7 @@ def _site(parameter: str, axes: int, uses: list[Use], instead: StandIn | None, b
     along = {use.axis % axes for use in uses if use.axis is not None and not use.unfit}
     axis = 1 if 1 in along or not along else min(along)
     unfit_for_groups = "" if along else next(use.unfit or use.unfit_for_groups for use in uses)
+    unfit_for_groups = unfit_for_groups or (_VECTOR if axes < 2 else "")
     return Site(parameter, parameter.rpartition(".")[0], nodes, unfit, unfit_for_groups, axis)
 
 
@@ -231,6 +232,7 @@ def _read_raw(
     return dict.fromkeys((names[parameter] for parameter in raw), why)
 
 
+_VECTOR = "it is a vector, which has no rows of groups along input channels"
 _MIXED = "it is a transposed convolution in groups, whose weight has the input channels of all on one axis"
 
 

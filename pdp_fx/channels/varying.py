@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from pdp_fx.channels.counts import has_fixed_size
 from pdp_fx.channels.record import Record
@@ -65,7 +66,13 @@ def _axes_of_weights(gm: fx.GraphModule, tensor: fx.Node, rank: int) -> frozense
     """The axes of a tensor that have the sizes of weights, because layers that read it take no others."""
     axes = set[int]()
     for user in tensor.users:
-        if user.op != "call_module" or user.args[:1] != (tensor,):
+        if user.args[:1] != (tensor,):
+            continue
+        if user.target in _OF_LAYERS and len(user.args) > 1:
+            weight = user.args[1]
+            if isinstance(weight, fx.Node) and weight.op == "get_attr":
+                axes.add(rank - _OF_LAYERS[user.target])
+        if user.op != "call_module":
             continue
         layer = gm.get_submodule(str(user.target))
         if isinstance(layer, nn.Linear):
@@ -75,6 +82,15 @@ def _axes_of_weights(gm: fx.GraphModule, tensor: fx.Node, rank: int) -> frozense
         elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
             axes.update(range(rank - len(layer.normalized_shape), rank))
     return frozenset(axes)
+
+
+_OF_LAYERS: dict[Any, int] = {
+    functional.linear: 1,
+    functional.conv1d: 2,
+    functional.conv2d: 3,
+    functional.conv3d: 4,
+}
+"""Functions that layers compute by, and which axis, counted from the last, has the size of their weight."""
 
 
 def _is_varying(source: fx.Node, user: fx.Node, record: Record) -> bool:

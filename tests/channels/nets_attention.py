@@ -550,6 +550,18 @@ class MultiheadModule(nn.Module):
         return self.head(F.relu(self.hidden(x + y)))
 
 
+class MultiheadOfInput(nn.Module):
+    """The width of a head is computed of the size of an input, which no other can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
 class EncoderLayer(nn.Module):
     """torch.nn's own layer: the hidden layer and the heads can shrink, the stream is normed."""
 
@@ -659,6 +671,7 @@ ATTENTION = (
     Construct(CrossAttention, pairs(sequences(), sequences(7, 4)), removed=12),
     Construct(HeadsBesideHeads, sequences(), removed=19),
     Construct(MultiheadModule, sequences(), removed=12),
+    Construct(MultiheadOfInput, sequences(), removed=8),
     Construct(EncoderLayer, sequences(), removed=8),
     Construct(EncoderWithStoredMask, sequences(), removed=16),
     Construct(DecoderWithStoredMask, sequences(), removed=24),

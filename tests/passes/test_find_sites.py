@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pdp_fx
-from pdp_fx import SpecError, Unstructured
+from pdp_fx import NM, SpecError, Unstructured
 from pdp_fx.passes.find_sites import Site, Sites
 from tests.nets import at_once, listing, net, prepare_until
 
@@ -118,6 +118,29 @@ class Products(nn.Module):
         x = torch.einsum("bi,io->bo", [x, self.columns])
         x = torch.einsum("...i,oi", x, self.unsaid)
         return torch.einsum(",i,bi->bi", self.scale, self.scales, x)
+
+
+class OfAVector(nn.Module):
+    """A vector of scores, which N:M has no groups in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scores = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * (x @ self.scores).tanh()[..., None]
+
+
+def test_a_vector_is_pruned_by_single_weights_only() -> None:
+    found = {site.parameter: site for site in sites(OfAVector(), torch.randn(4, 8)).weights}
+    assert found["scores"].unfit == ""
+    assert found["scores"].unfit_for_groups.startswith("it is a vector")
+    model = pdp_fx.prepare(OfAVector(), at_once(NM(2, 4)), torch.randn(4, 8))
+    pdp_fx.step(model)
+    converted = pdp_fx.convert(model)
+    assert (converted.get_parameter("scores") != 0).all()
+    assert (converted.get_parameter("layer.weight") == 0).sum() == 32
 
 
 def test_weights_of_products_know_where_their_input_channels_lie() -> None:
