@@ -32,7 +32,7 @@ MOST_TOGETHER = 3
 ROOM = 2**24
 """The most numbers that a tensor may get by having longer axes."""
 
-GROWTH, FEW = 16, 2**14
+GROWTH, FEW = 16, 2**17
 """How many times as many numbers a made-up tensor may have, and how many any may: attention, for one, takes
 memory by the square of that."""
 
@@ -156,12 +156,12 @@ class ExampleCall:
         for call, plain in self._longer():
             for size, *more in _together(free):
                 if more:
-                    yield from call._if_small(reduce, ExampleCall._spread_apart, [size, *more], call)
+                    yield from self._if_small(reduce, ExampleCall._spread_apart, [size, *more], call)
                     continue
                 one, another = _two_others(size, {1, call.batch, *sizes, *call.sizes()})
                 ways = [(another, one), (one, one)]
                 for other, width in [*ways, (3 * size, 2 * size)] if larger and size <= SMALL else ways:
-                    yield from call._if_small(call._spread, size, other, width)
+                    yield from self._if_small(call._spread, size, other, width)
             if not plain or self.batch > 1 or single:
                 yield call
 
@@ -183,7 +183,7 @@ class ExampleCall:
             for sizes in _together(free):
                 pairs = zip(sizes, others[::2], others[1::2], strict=False)
                 spread = lambda made, pair: made._spread(pair[0], pair[2], pair[1])  # noqa: E731
-                yield from call._if_small(reduce, spread, pairs, call)
+                yield from self._if_small(reduce, spread, pairs, call)
             if not plain:
                 yield call
 
@@ -204,7 +204,7 @@ class ExampleCall:
         yield many, True
 
     def _if_small(self, make: "Callable[..., ExampleCall]", *args: Any) -> "Iterator[ExampleCall]":
-        """A call made of this one, if its tensors are not too large: several short axes may become long."""
+        """A call with other sizes, if its tensors are not too large: several short axes may become long."""
         try:
             made = make(*args)
         except _TooLargeError:
