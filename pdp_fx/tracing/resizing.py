@@ -16,10 +16,9 @@ _log = logging.getLogger(__name__)
 def wrong_sizes(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> frozenset[int]:
     """The sizes of the example that a graph must insist on, because it is wrong with others.
 
-    Each size is replaced by the first other one that the model accepts: along all
-    axes that have it, and along one or, where they do not go together, such as channels and pixels, along
-    each. A graph that fails there by a check of its own is not wrong. Examples with whole numbers on a GPU
-    are not tried.
+    Each size is replaced by the first other one that the model accepts: along all axes that have it, and
+    along one or, where they do not go together, such as channels and pixels, along each. A graph that fails
+    there by a check of its own is not wrong. Examples with whole numbers on a GPU are not tried.
     """
     if example.has_places_elsewhere:
         return frozenset()

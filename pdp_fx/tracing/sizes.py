@@ -122,16 +122,6 @@ class LiveInt(int):
     session: Session = _OVER
     number: int | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        note_fixed((self,), self.session)
-        return int, (plain(self),)
-
-    def __deepcopy__(self, _: Any) -> int:
-        return self if self.session.open else plain(self)
-
-    def __copy__(self) -> int:
-        return self.__deepcopy__(None)
-
 
 class LiveFloat(float):
     """A float with the expression that computes it, and the attributes of a `LiveInt`."""
@@ -139,16 +129,6 @@ class LiveFloat(float):
     value: Value
     session: Session = _OVER
     number: float | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        note_fixed((self,), self.session)
-        return float, (plain(self),)
-
-    def __deepcopy__(self, _: Any) -> float:
-        return self if self.session.open else plain(self)
-
-    def __copy__(self) -> float:
-        return self.__deepcopy__(None)
 
 
 Live = LiveInt | LiveFloat
@@ -365,6 +345,17 @@ def _note(
     session.decided(Expr(fact, (value_of(left, session), value_of(right, session))), on_purpose)
 
 
+def _reduced(self: Any) -> tuple[Any, ...]:
+    """A plain number for what writes it down; the graph checks that it comes from the same one."""
+    number = plain(self)
+    note_fixed((self,), self.session)
+    return type(number), (number,)
+
+
+def _copied(self: Any, _memo: Any = None) -> Any:
+    return self if self.session.open else plain(self)
+
+
 def _divmod(self: Any, other: Any) -> Any:
     return self // other, self % other
 
@@ -383,6 +374,8 @@ def _equip(kind: Any) -> None:
     for call in (hash, repr, format):
         setattr(kind, f"__{call.__name__}__", _fixed(call))
     kind.__divmod__ = _divmod
+    kind.__reduce__ = _reduced
+    kind.__copy__ = kind.__deepcopy__ = _copied
     kind.__bool__ = _truth
     kind.__int__ = _cast(int)
     kind.__float__ = _cast(float)
