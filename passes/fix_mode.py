@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.ops.kinds import named_modules
+from pdp_fx.tracing.blocks import MAY_WAIT
 from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.functions import acts_in_place
 from pdp_fx.tracing.modes import When, asks_mode, unconditional
@@ -72,4 +73,5 @@ def _is_flag(node: fx.Node, modules: frozenset[str]) -> bool:
 
 def _does_nothing_else(node: fx.Node) -> bool:
     """Whether ``node`` can be erased once its result has no users."""
-    return node.op != "placeholder" and not node.is_impure() and not acts_in_place(node)
+    in_place = acts_in_place(node) and MAY_WAIT not in node.meta
+    return node.op != "placeholder" and not node.is_impure() and not in_place

@@ -32,6 +32,7 @@ from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.policy import MaskSite, Producer, make_mask
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.blocks import MAY_WAIT
 from pdp_fx.tracing.modes import When, called_module, function_of
 from pdp_fx.weights.sources import computed_with
 from pdp_fx.weights.without_gradients import part_to_leave, switches_off
@@ -220,7 +221,7 @@ def _insert_mask(
         reads = tuple(computed.get(name) or gm.graph.get_attr(name) for name in mask.parameters_read)
         node = gm.graph.create_node("call_module", f"{CHILD}.masks.{key}", reads, name=f"{key}_mask")
     for created in {*reads, node} - {*computed.values()}:
-        created.meta = {"source": before.meta.get("source", "")}
+        created.meta = {"source": before.meta.get("source", ""), MAY_WAIT: True}
     return node
 
 
@@ -231,7 +232,7 @@ def _multiply(gm: fx.GraphModule, slot: Slot, placed: Placed, ctx: Context) -> N
     with gm.graph.inserting_after(after):
         name = f"{slot.tensor.replace('.', '_')}_masked"
         masked = gm.graph.create_node("call_function", mask_axis, (read, mask, slot.axis), name=name)
-    masked.meta = dict(read.meta)
+    masked.meta = read.meta | {MAY_WAIT: True}
     ctx.get(Exposed).wrap(slot.tensor, masked)
 
 
@@ -259,7 +260,7 @@ def _mask_along(
     with gm.graph.inserting_after(after):
         nodes = tuple(node for _, node in here)
         mask = gm.graph.create_node("call_module", f"{CHILD}.layouts.{key}", nodes, name=f"{key}_mask")
-    mask.meta = dict(after.meta)
+    mask.meta = after.meta | {MAY_WAIT: True}
     return mask, mask
 
 

@@ -20,6 +20,7 @@ from pdp_fx.passes.find_sites import Site, layers_in
 from pdp_fx.policy import MaskPolicy, MaskSite, NMPolicy, WeightPolicy, make_mask, to_inputs
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.spec import PruneSpec
+from pdp_fx.tracing.blocks import MAY_WAIT
 from pdp_fx.tracing.modes import called_modules
 
 
@@ -58,7 +59,7 @@ def _insert_mask(graph: fx.Graph, exposed: Exposed, parameter: str, key: str) ->
     read = exposed.nodes[parameter]
     with graph.inserting_after(read):
         masked = graph.create_node("call_module", f"{CHILD}.masks.{key}", (read,), name=f"{key}_masked")
-    masked.meta = dict(read.meta)
+    masked.meta = read.meta | {MAY_WAIT: True}
     exposed.wrap(parameter, masked)
 
 

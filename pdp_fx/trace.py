@@ -23,6 +23,7 @@ from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.decoys import insist
+from pdp_fx.tracing.depth import deep_recursion
 from pdp_fx.tracing.exact import (
     MODES,
     build,
@@ -96,7 +97,8 @@ def trace(
         _refuse_one_mode(model)
         if example_inputs is None:
             return _trace_symbolically(model)
-        gm = _trace_on(model, example_call(example_inputs), watch)
+        with deep_recursion():
+            gm = _trace_on(model, example_call(example_inputs), watch)
     _warn_of_hooks(gm, model)
     return gm
 

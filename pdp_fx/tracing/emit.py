@@ -2,9 +2,10 @@
 
 A step that both modes share becomes one node. If its arguments differ, `{False: in_eval, True:
 in_train}[training]` picks one; a flag that is False in eval and True in train becomes the training flag
-itself. A step of one mode only is run in both modes if that is harmless: its result is not picked in the
-other. If it draws random numbers, changes a tensor, or needs the result of such a step, it is wrapped in
-`When`, which calls it in its own mode only.
+itself. A step of one mode only may run in both modes if that is harmless: its result is not picked in the
+other, and the code of the graph leaves it out there (`pdp_fx.tracing.blocks`). If it draws random numbers,
+changes a tensor, or needs the result of such a step, it is wrapped in `When`, which calls it in its own mode
+only.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from torch import fx, nn
 
 from pdp_fx.tracing.align import Alignment, Pair
 from pdp_fx.tracing.arguments import all_values
-from pdp_fx.tracing.blocks import SKIPPED
+from pdp_fx.tracing.blocks import MAY_WAIT, SKIPPED
 from pdp_fx.tracing.functions import kept_alive
 from pdp_fx.tracing.recomputing import RECOMPUTED
 from pdp_fx.tracing.selecting import IDLE, SELECTS
@@ -143,6 +144,9 @@ class _Merge:
         gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(self._flag(scope), training)
         self._single.add((training, step))
         node = self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
+        if gate is None:
+            # What it changes, if anything, is seen by the users of its result alone.
+            node.meta[MAY_WAIT] = True
         if training:
             _note_parts(node, step)
         else:

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from pdp_fx.errors import TraceError
 from pdp_fx.tracing.attempts import Recordings
+from pdp_fx.tracing.blocks import gather_blocks
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.examples import TRIALS, ExampleCall
 from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, turn
@@ -21,7 +22,7 @@ from pdp_fx.tracing.settings import HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import InexactError, Recording, UnprovenError, is_ragged
 from pdp_fx.tracing.structure import tensors
-from pdp_fx.tracing.verify import Runner, called, emptying, run, seeded, tried
+from pdp_fx.tracing.verify import Runner, called, emptying, flat, run, seeded, tried
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ def exact_graph(
     wanted, problem = _expected(model, example, plain, recordings), ""
     for gate_all in (False, True):
         gm = build(model, recordings, gate_all)
+        if not gate_all and not _runs_flat(gm, model, example):
+            continue
         problem = problem_of(gm, model, example, wanted, watch)
         if not problem:
             _check_empty_selections(gm, model, example, recordings)
@@ -65,6 +68,14 @@ def exact_graph(
             _check_mixed_modes(gm, model, example, recordings)
             return gm
     raise InexactError(type(model).__name__, f"it {problem}")
+
+
+def _runs_flat(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> bool:
+    """Whether what the code of a graph leaves out in one mode can run there, for who follows all nodes."""
+    if not gather_blocks(gm.graph):
+        return True
+    outcomes = [tried(gm, example, training, model, runner=flat) for training in MODES]
+    return not any(isinstance(outcome, Exception) for outcome in outcomes)
 
 
 def _check_other_numbers(

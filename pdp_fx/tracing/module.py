@@ -78,20 +78,20 @@ class TracedModule(fx.GraphModule):
     def recompile(self) -> PythonCode:
         """Generate the code of the graph.
 
-        Parts that are recomputed in backward become functions, parts that may be skipped conditional, and an
-        error in a block without gradients or with autocast restores what was before it.
+        Parts that are recomputed in backward become functions, or else parts that not every run needs
+        conditional, and an error in a block without gradients or with autocast restores what was before it.
         """
-        blocks = gather_blocks(self.graph)
         parts = recomputed_parts(self.graph)
+        blocks = [] if parts else gather_blocks(self.graph)
         spans = changed_settings(self.graph)
         if not blocks and not parts and not spans:
             return super().recompile()
 
         def rewritten(body: list[str]) -> list[str]:
-            if blocks:
-                body = in_blocks(self.graph, blocks)(body)
-            elif parts:
+            if parts:
                 body = in_functions(self.graph, parts)(body)
+            elif blocks:
+                body = in_blocks(self.graph, blocks)(body)
             return restored_on_errors(body, spans)
 
         with self.graph.on_generate_code(lambda _: rewritten):
@@ -101,7 +101,7 @@ class TracedModule(fx.GraphModule):
         return TracedModule.__init__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {key: value for key, value in vars(self).items() if key != "_graph"}
+        state = {key: value for key, value in self.__getstate__().items() if key != "_graph"}
         return _restore, (type(self).__name__, state, graph_to_text(self.graph))
 
 

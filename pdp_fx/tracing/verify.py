@@ -94,6 +94,11 @@ def emptying(selections: Container[int], gone: set[fx.Node]) -> Runner:
     return call
 
 
+def flat(gm: Any, example: ExampleCall) -> Any:
+    """A runner of a graph that runs all nodes, those too that the generated code leaves out in one mode."""
+    return Interpreter(gm).run(*place_arguments(gm, (example.args, dict(example.kwargs))))
+
+
 class _Emptying(Interpreter):
     def __init__(self, gm: fx.GraphModule, selections: Container[int], gone: set[fx.Node]) -> None:
         super().__init__(gm)

@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pdp_fx.errors import TraceError
 from pdp_fx.naming import free_name
+from pdp_fx.tracing.blocks import MAY_WAIT
 from pdp_fx.tracing.flags import ONE_MODE
 from pdp_fx.tracing.modes import When
 from pdp_fx.tracing.objects import MethodOf
@@ -127,6 +128,7 @@ class Writer:
         key = (call, _hashable(args), _hashable(kwargs))
         if key not in self._expressions:
             self._expressions[key] = self._hoisted(call, args, kwargs, gate)
+            self._expressions[key].meta[MAY_WAIT] = True
         return self._expressions[key]
 
     def _hoisted(self, call: str | Callable[..., Any], args: Any, kwargs: Any, gate: Gate | None) -> fx.Node:
@@ -178,6 +180,7 @@ class Writer:
         if key not in self._expressions:
             choice = ({False: in_eval, True: in_train}, flag)
             self._expressions[key] = self._node("call_function", operator.getitem, choice, {})
+            self._expressions[key].meta[MAY_WAIT] = True
         return self._expressions[key]
 
     def gate_of(self, args: Any) -> Gate | None:

@@ -1,3 +1,5 @@
+import copy
+import io
 from typing import NamedTuple, Self
 
 import pytest
@@ -5,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured, convert, prepare, step
 from pdp_fx.errors import TraceError
+from pdp_fx.spec import Rule
 from pdp_fx.trace import trace
 from pdp_fx.tracing.modes import When
 from tests.tracing.checks import exact, opaque, targets
@@ -139,6 +143,80 @@ def test_an_auxiliary_head_is_traced_into() -> None:
     gm = exact(Auxiliary(), torch.randn(4, 4), torch.randn(6, 4))
     assert {"side.0", "side.1", "side.3"} <= set(targets(gm))
     assert not any(isinstance(node.target, When) for node in gm.graph.nodes)
+
+
+class AuxiliaryOfPictures(nn.Module):
+    """A second head in training only, whose convolution needs larger pictures than the main head does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.main, self.side = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1), nn.Conv2d(8, 4, 5)
+        self.norm, self.unset = nn.BatchNorm2d(4), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = self.trunk(x).relu()
+        if self.training:
+            side = F.relu(self.norm(self.side(h)), inplace=True).mean((2, 3)) + h.shape[0]
+            return self.main(h), F.dropout(side)
+        return self.main(h) + self.unset(h).clamp_(min=0)
+
+
+@pytest.mark.parametrize("rule", [Channels(0.5), Unstructured(0.5), NM(2, 4)])
+def test_eval_mode_leaves_out_what_training_alone_computes(rule: Rule) -> None:
+    model = AuxiliaryOfPictures().eval()
+    prepared = prepare(model, PruneSpec(rule, schedule=Schedule(0, 1.0)), torch.randn(2, 3, 9, 9)).eval()
+    assert "if self.mode.training:" in prepared.code
+    small = torch.randn(3, 3, 4, 4)
+    stored = io.BytesIO()
+    torch.save(prepared, stored)
+    stored.seek(0)
+    for one in (prepared, copy.deepcopy(prepared), torch.load(stored, weights_only=False)):
+        torch.testing.assert_close(one(small), model(small), rtol=0, atol=0)
+    step(prepared.train())
+    assert prepared(torch.randn(2, 3, 9, 9))[1].any()
+    torch.testing.assert_close(convert(prepared)(small), prepared.eval()(small), rtol=1e-4, atol=1e-5)
+
+
+def test_what_one_mode_leaves_out_is_compiled_in_one_graph() -> None:
+    model = AuxiliaryOfPictures()
+    gm = exact(model, torch.randn(2, 3, 9, 9), torch.randn(3, 3, 8, 8))
+    compiled = torch.compile(gm, fullgraph=True, backend="aot_eager")
+    for training, x in ((True, torch.randn(2, 3, 9, 9)), (False, torch.randn(2, 3, 4, 4))):
+        for one in (model, gm):
+            one.train(training)
+        torch.manual_seed(0)
+        wanted = model(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(compiled(x), wanted)
+
+
+class ChangedWhereBothTrain(nn.Module):
+    """A tensor of training mode that is changed if another module trains, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.side, self.after = nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = self.before(x)
+        if not self.training:
+            return self.after(h)
+        side = h * 2
+        changed = side.relu_() if self.side.training else h
+        return self.after(changed), side
+
+
+def test_what_is_changed_under_another_flag_is_not_left_out() -> None:
+    gm = exact(ChangedWhereBothTrain(), torch.randn(3, 4), torch.randn(5, 4))
+    assert any(
+        "together" in str(node.args[1])
+        for node in gm.graph.find_nodes(op="call_function", target=torch._assert)
+    )
+
+
+def test_steps_that_fail_in_the_other_mode_are_called_in_their_own() -> None:
+    gm = exact(MoreGroups(), torch.randn(2, 4))
+    assert any(isinstance(node.target, When) for node in gm.graph.nodes)
 
 
 def test_a_buffer_counted_in_training_only() -> None:

@@ -1161,3 +1161,23 @@ def test_the_graph_insists_on_sizes_with_which_an_operation_fails(
     )
     with pytest.raises(AssertionError, match="decides by sizes"):
         gm(torch.randn(2, 8, 4))
+
+
+class Counter(nn.Module):
+    """Counts up from the batch size, a step at a time."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.linear = steps, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = len(x)
+        for _ in range(self.steps):
+            count = count + 1
+        return self.linear(x) * count
+
+
+def test_a_size_may_be_computed_in_many_steps() -> None:
+    exact(Counter(400), torch.randn(2, 4), torch.randn(5, 4))
+    with pytest.raises(TraceError, match="in more steps, each from the one before, than can be followed"):
+        trace(Counter(5_000), torch.randn(2, 4))
