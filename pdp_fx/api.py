@@ -31,7 +31,7 @@ from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.planning import parameters_of
 from pdp_fx.proving import check_unpruned, proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
-from pdp_fx.sharding import refuse_divided, refuse_sharded
+from pdp_fx.sharding import refuse_divided, refuse_sharded, reshard
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs
@@ -123,6 +123,7 @@ def step(model: nn.Module) -> None:
     """
     gm, pruner = find_one(model, "step")
     pruner.check_numbers("step")
+    reshard(model)
     pruner.step(gm)
 
 
@@ -180,6 +181,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     refuse_uncallable("convert: on_pass", on_pass)
     gm, pruner = find_one(model, "convert")
     pruner.check_numbers("convert")
+    reshard(model)
     refuse_sharded(gm)
     refuse_more_than_wrapped(model, gm, pruner.example_inputs)
     pruner.check_layers(gm)
@@ -214,9 +216,9 @@ def _changed_table(gm: fx.GraphModule, pruner: Pruner) -> str | None:
 def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
     """Store in ``pruner`` what explain, report, the schedule and convert need of the passes' results."""
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
-    pruner.note_layers(gm)
     pruner.weights = tuple(site.parameter for site in ctx.get(Sites).weights)
     pruner.groups = plan.groups
+    pruner.note_layers(gm)
     pruner.kept = plan.kept
     pruner.skipped = plan.skipped
     if found is not None:

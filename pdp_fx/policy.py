@@ -147,6 +147,10 @@ class MaskPolicy(nn.Module):
         """Whether the target is fixed."""
         return int(self.target) != UNSET
 
+    def forget_target(self) -> None:
+        """Let the target be as it was before the ramp."""
+        self.target.fill_(UNSET)
+
     def advance(self, share: float) -> None:
         """Prune ``share`` of the target, in [0, 1], from now on; nothing while the target is not fixed."""
         # Computed on the device, so that no mask waits for a GPU.
@@ -292,6 +296,9 @@ class NMPolicy(WeightPolicy):
         self.keep = site.rule.keep
         self.of = site.rule.of
         self.axis = site.axis
+        self.forget_target()
+
+    def forget_target(self) -> None:
         self.target.fill_((self.of - self.keep) * MILLION)
 
     def forward(self, weight: Tensor) -> Tensor:

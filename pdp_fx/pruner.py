@@ -7,7 +7,8 @@ buffer of it or of its masks, registered in graph order, so that resuming is ``l
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -43,8 +44,10 @@ class Pruner(nn.Module):
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: the modules that lay group masks out along parameters that carry several groups.
         rules: the rule of each mask, by the mask's name.
-        layers: the types of the layers that take their masked parameters as arguments, by name.
+        layers: the types of the layers that take their masked parameters as arguments, or hold channels that
+            are pruned, by name.
         shapes: the shapes of the parameters that masks read, by name.
+        owners: for every name of a parameter the first of its names.
         weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
@@ -57,6 +60,8 @@ class Pruner(nn.Module):
         mac_model: multiply-accumulates as a function of kept channels, with the groups in the order of the
             channel masks; None without example inputs.
         example_inputs: the inputs that the model was traced with, on which `convert` compares outputs.
+        emptied: whether the state was on the meta device and nothing has been loaded since; then the schedule
+            is as `prepare` made it, and what else policies hold is what there was in memory.
     """
 
     counter: Tensor
@@ -71,6 +76,7 @@ class Pruner(nn.Module):
         self.rules: dict[str, Rule] = {}
         self.layers: dict[str, type[nn.Module]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.owners: dict[str, str] = {}
         self.weights: tuple[str, ...] = ()
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
@@ -82,9 +88,23 @@ class Pruner(nn.Module):
         self.mac_model: MacModel | None = None
         self.register_buffer("counter", torch.tensor(0))
         self.register_buffer("seal", torch.tensor(0))
+        self.emptied = False
         self.register_load_state_dict_pre_hook(_refuse_other_targets)
         self.register_load_state_dict_post_hook(_accept_dense_checkpoint)
         self.register_load_state_dict_post_hook(_advance_masks)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Start the schedule anew where a state that held no numbers is given memory, as by `to_empty`."""
+        empty = self.counter.is_meta
+        super()._apply(fn, recurse)
+        if empty and not self.counter.is_meta:
+            self.emptied = True
+            with torch.no_grad():
+                self.counter.zero_()
+                for _, mask in self.mask_items():
+                    mask.forget_target()
+                self.set_tables()
+        return self
 
     def add(self, name: str, mask: MaskPolicy, rule: Rule) -> str:
         """Register a mask under a name made from ``name``, and return that name."""
@@ -123,6 +143,7 @@ class Pruner(nn.Module):
         counter, schedule = int(self.counter) + 1, self.spec.schedule
         if counter == 1:
             self.check_layers(gm)
+        _check_tied(gm, self.owners)
         due = self.spec.allocation == "dynamic" and ranks_anew(schedule, counter)
         if due or (counter >= schedule.start and not self.allocated):
             self.fix_targets(gm)
@@ -150,6 +171,14 @@ class Pruner(nn.Module):
     def set_seal(self) -> None:
         """Set the seal, once all masks have been added."""
         self.seal.fill_(seal(self.rules, self.spec.allocation))
+
+    def set_tables(self) -> None:
+        """Set what follows from the rules, the targets and the counter, and what checkpoints leave out."""
+        self.set_seal()
+        self.advance_masks()
+        for part in self.modules():
+            if isinstance(part, MaskLayout | ChannelPolicy):
+                part.set_tables()
 
     def check_unaveraged(self) -> None:
         """Raise StateError if the seal or a count does not follow from the rules and the counter."""
@@ -181,20 +210,25 @@ class Pruner(nn.Module):
             )
 
     def note_layers(self, gm: fx.GraphModule) -> None:
-        """Remember which layers take their masked parameters as arguments, and the shapes of these."""
+        """Remember the types of the layers that pruning is about, the shapes of parameters, and ties."""
         names = [name for _, mask in self.mask_items() for name in mask.parameters_read]
         self.shapes = {name: tuple(parameter_of(gm, name).shape) for name in names}
+        slots = (slot.tensor for group, _ in self.groups for slot in group.members)
+        holders = {tensor.rpartition(".")[0] for tensor in slots}
         modules = [(name, module, kind_of(module)) for name, module in named_modules(gm)]
         self.layers = {
-            name: type(module) for name, module, kind in modules if kind and type(module) is kind.explicit
+            name: type(module)
+            for name, module, kind in modules
+            if kind and (type(module) is kind.explicit or name in holders)
         }
+        self.owners = _owners(gm)
 
     def check_layers(self, gm: fx.GraphModule) -> None:
-        """Raise StateError if a masked layer is no longer what `prepare` has put there."""
+        """Raise StateError if a masked layer is no longer what `prepare` has put there, or ties differ."""
         now = dict(named_modules(gm))
         for name, kind in self.layers.items():
             layer = now.get(name)
-            if layer is None or type(layer) is not kind or has_own_forward(layer):
+            if layer is None or not _is_still(layer, kind) or has_own_forward(layer):
                 raise StateError(
                     f"{name} was replaced, wrapped or given another forward after prepare, so it is not "
                     "masked as planned; change layers before prepare"
@@ -207,6 +241,14 @@ class Pruner(nn.Module):
                         f"{name} has become of type {type(parameter).__name__} after prepare, as quantised "
                         "weights are, and cannot be pruned; quantise what convert returns"
                     )
+        _check_tied(gm, self.owners)
+        now = _owners(gm)
+        for name, owner in self.owners.items():
+            other = now.get(name, owner)
+            if owner == name and other != owner:
+                raise StateError(
+                    f"{name} has become one parameter with {other} after prepare; tie them before it"
+                )
 
     def check_policies(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if a policy of the user's returns something that layers cannot use."""
@@ -247,6 +289,36 @@ class Pruner(nn.Module):
     def _plan(self, gm: fx.GraphModule) -> dict[str, int]:
         with gathered(*self.masks.values()):
             return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
+
+
+def _is_still(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer is of this type, or of the one that takes the parameters of this type as arguments."""
+    now = kind_of(layer)
+    return type(layer) is kind or (now is not None and (now.plain, now.explicit) == (kind, type(layer)))
+
+
+def _owners(gm: fx.GraphModule) -> dict[str, str]:
+    """For every name of a parameter the first of its names."""
+    first: dict[int, str] = {}
+    named = gm.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _parameter(gm: fx.GraphModule, name: str) -> nn.Parameter | None:
+    try:
+        return gm.get_parameter(name)
+    except AttributeError:
+        return None
+
+
+def _check_tied(gm: fx.GraphModule, owners: Mapping[str, str]) -> None:
+    """Raise StateError if names that stood for one parameter stand for two now."""
+    for name, owner in owners.items():
+        if name != owner and _parameter(gm, name) is not _parameter(gm, owner):
+            raise StateError(
+                f"{name} and {owner} were one parameter when the model was prepared and are two now, of "
+                f"which only {owner} is read; tie them again, or prepare the model with two"
+            )
 
 
 def _is_own(mask: MaskPolicy) -> bool:
@@ -343,21 +415,22 @@ def _refuse_other_targets(
 
 
 def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:
-    """A hook of load_state_dict: accept a checkpoint without any pruning state, which is a dense model's."""
-    missing: list[str] = incompatible.missing_keys
-    own = list(module.state_dict())
+    """A hook of load_state_dict: accept a checkpoint without any pruning state, which is a dense model's.
+
+    What policies hold besides the schedule's numbers must be there before.
+    """
+    pruner, missing = cast(Pruner, module), cast(list[str], incompatible.missing_keys)
+    own = list(pruner.state_dict())
+    schedule = [name for name in own if name in ("counter", "seal") or name.endswith(".units")]
     for key in [key for key in missing if key.endswith(f"{CHILD}.counter")]:
         prefix = key.removesuffix("counter")
         if all(prefix + name in missing for name in own):
-            for name in own:
+            for name in schedule if pruner.emptied else own:
                 missing.remove(prefix + name)
 
 
 def _advance_masks(module: nn.Module, incompatible: Any) -> None:
     """A hook of load_state_dict: set the counts by targets and counter, and refill what is not saved."""
     pruner = cast(Pruner, module)
-    pruner.set_seal()
-    pruner.advance_masks()
-    for part in pruner.modules():
-        if isinstance(part, MaskLayout | ChannelPolicy):
-            part.set_tables()
+    pruner.set_tables()
+    pruner.emptied = False

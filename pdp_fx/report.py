@@ -21,7 +21,7 @@ from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.planning import parameters_of, weight_of
 from pdp_fx.policy import MaskPolicy, NMPolicy, from_inputs
 from pdp_fx.pruner import Pruner, find_all, find_one, refuse_empty
-from pdp_fx.sharding import gathered
+from pdp_fx.sharding import gathered, reshard
 from pdp_fx.spec import PruneSpec, Unstructured
 from pdp_fx.trace import trace
 from pdp_fx.tracing.examples import ExampleInputs
@@ -155,6 +155,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
     found = find_all(model)
     refuse_empty(model, "report")
     if found:
+        reshard(model)
         return _of_prepared(*find_one(model, "report"))
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
     ctx = Context(PruneSpec(Unstructured(0.5)))

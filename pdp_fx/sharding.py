@@ -19,6 +19,20 @@ def is_shard(tensor: Tensor) -> bool:
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
+def reshard(model: nn.Module) -> None:
+    """Put the shards in the place of what FSDP2 has gathered, and keeps after an evaluation.
+
+    What is gathered may be in another dtype than the shards, and what is written to it does not reach them.
+    """
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    if loaded is None:
+        return
+    for module in model.modules():
+        if isinstance(module, loaded.FSDPModule):
+            sharded: Any = module
+            sharded.reshard()
+
+
 def whole(tensor: Any) -> Tensor:
     """All of `tensor`, gathered from the processes it is spread over; each of them must call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor

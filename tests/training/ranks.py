@@ -102,6 +102,10 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor,
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    with torch.no_grad():
+        # It leaves the parameters of a sharded model gathered.
+        model.eval()(images)
+    model.train()
     pdp_fx.step(model)
     return loss.detach()
 

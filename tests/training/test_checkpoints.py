@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pdp_fx
-from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured
+from pdp_fx import NM, Channels, MaskSite, PruneSpec, Schedule, StateError, Unstructured, WeightPolicy
 from pdp_fx.spec import Rule
 from tests.training.nets import RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
 from tests.training.resumable import STEPS, run
@@ -259,3 +260,45 @@ def test_a_model_that_was_emptied_is_whole_again_after_loading(rule: Rule, assig
     x = batch(0)[0]
     assert torch.equal(emptied.eval()(x), model.eval()(x))
     assert torch.equal(pdp_fx.convert(emptied)(x), pdp_fx.convert(model)(x))
+
+
+def _sevens(like: Tensor, **options: Any) -> Tensor:
+    """Memory as it may come."""
+    return torch.full_like(like, 7, **options)
+
+
+@every_rule
+def test_a_model_that_was_emptied_begins_anew_with_a_dense_checkpoint(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied, dense = stepped(rule).to("meta"), Net()
+    monkeypatch.setattr(torch, "empty_like", _sevens)
+    emptied.to_empty(device="cpu").load_state_dict(dense.state_dict())
+    x = batch(0)[0]
+    assert torch.equal(emptied.eval()(x), dense.eval()(x))
+    fresh = prepared(rule)
+    fresh.load_state_dict(dense.state_dict())
+    for _ in range(6):
+        for model in (emptied, fresh):
+            pdp_fx.step(model)
+    assert pruned_counts(emptied) == pruned_counts(fresh)
+    assert torch.equal(emptied(x), fresh.eval()(x))
+
+
+class Scaled(WeightPolicy):
+    """A policy with a parameter of its own."""
+
+    def __init__(self, site: MaskSite) -> None:
+        super().__init__(site)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def soft(self, weight: Tensor) -> Tensor:
+        return self.hard(weight) * self.scale
+
+
+def test_a_dense_checkpoint_has_nothing_for_the_parameters_of_a_policy_that_was_emptied() -> None:
+    rule = Unstructured(0.5, policy=Scaled)
+    emptied = prepared(rule).to("meta").to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"Missing key.*pdp\.masks\.\w+\.scale"):
+        emptied.load_state_dict(Net().state_dict())
+    prepared(rule).load_state_dict(Net().state_dict())

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, StateError, Unstructured
 from pdp_fx.spec import Allocation, Rule
-from tests.training.nets import RULES, batch, prepared, pruned_counts, sgd, state, training_step
+from tests.training.nets import RAMP, RULES, batch, prepared, pruned_counts, sgd, state, training_step
 
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 RANKED = {name: rule for name, rule in RULES.items() if not isinstance(rule, NM)}
@@ -215,6 +215,14 @@ def _flatten(model: nn.Module) -> None:
     model.get_submodule("inner").weight = nn.Parameter(model.get_parameter("inner.weight").detach().flatten())
 
 
+def _replace_norm(model: nn.Module) -> None:
+    model.set_submodule("inner_norm", nn.GroupNorm(2, 8))
+
+
+def _normalise_head(model: nn.Module) -> None:
+    parametrizations.weight_norm(model.get_submodule("head"))
+
+
 CHANGES = [_adapt, _replace, _normalise, _prune, _double, _pack, _flatten]
 
 
@@ -234,6 +242,64 @@ def test_a_masked_layer_that_was_changed_after_prepare_is_refused(
     change(trained)
     with pytest.raises(StateError, match=r"inner.*after prepare|inner.*do that before prepare"):
         pdp_fx.convert(trained)
+
+
+@pytest.mark.parametrize("change", [_replace_norm, _normalise_head, nn.SyncBatchNorm.convert_sync_batchnorm])
+def test_a_layer_around_pruned_channels_that_was_changed_after_prepare_is_refused(
+    change: Callable[[nn.Module], object],
+) -> None:
+    model = prepared(RULES["channels"])
+    change(model)
+    with pytest.raises(StateError, match="was replaced, wrapped or given another forward after prepare"):
+        pdp_fx.step(model)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and one beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.third, self.last = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.third(self.other(self.one(x).relu()).relu()).relu())
+
+
+def _load_by_assigning(model: nn.Module) -> None:
+    model.load_state_dict(Tied().state_dict(), assign=True)
+
+
+def _make_two(model: nn.Module) -> None:
+    model.get_submodule("other").weight = nn.Parameter(torch.randn(8, 8))
+
+
+def _empty(model: nn.Module) -> None:
+    model.to("meta").to_empty(device="cpu").load_state_dict(Tied().state_dict())
+
+
+@every_rule
+@pytest.mark.parametrize("untie", [_load_by_assigning, _make_two, _empty])
+@pytest.mark.parametrize("after", [0, 3])
+def test_weights_that_were_tied_when_prepared_have_to_stay_tied(
+    rule: Rule, untie: Callable[[nn.Module], None], after: int
+) -> None:
+    model = pdp_fx.prepare(Tied(), PruneSpec(rule, schedule=RAMP), torch.randn(2, 8))
+    for _ in range(after):
+        pdp_fx.step(model)
+    untie(model)
+    with pytest.raises(StateError, match="one parameter when the model was prepared and are two now"):
+        pdp_fx.step(model)
+    model.get_submodule("other").weight = model.get_submodule("one").weight
+    pdp_fx.step(model)
+
+
+@every_rule
+def test_weights_have_to_be_tied_before_prepare(rule: Rule) -> None:
+    model = pdp_fx.prepare(Tied(), PruneSpec(rule, schedule=RAMP), torch.randn(2, 8))
+    model.get_submodule("third").weight = model.get_submodule("one").weight
+    with pytest.raises(StateError, match="become one parameter with one.weight after prepare"):
+        pdp_fx.step(model)
 
 
 @every_rule
