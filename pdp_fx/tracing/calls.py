@@ -69,7 +69,8 @@ def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
     """The parameters and buffers of what a method's code, and that of methods it calls, names after `self`.
 
     This run may not take the branch that uses them. All of the module's if there is no code to read. A number
-    that a part of it holds, as in ``self.net.hidden_features``, uses none.
+    that a part of it holds, as in ``self.net.hidden_features``, uses none, nor does a question whether there
+    is a part, or of which kind.
     """
     named = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     found, todo, seen = set[str](), [method], set[str]()
@@ -82,9 +83,11 @@ def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(type(model), name))))
         except (OSError, TypeError, SyntaxError, AttributeError):
             return frozenset(named)
-        attributes_read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        nodes = list(ast.walk(tree))
+        attributes_read = [node for node in nodes if isinstance(node, ast.Attribute)]
         numbers = [node for node in attributes_read if _is_number_of_part(node, model)]
-        beside = {part for node in numbers for part in ast.walk(node)}
+        asked_about = [operand for node in nodes for operand in _asked_about(node) if _path(operand)]
+        beside = {part for node in (*numbers, *asked_about) for part in ast.walk(node)}
         asked = {node.attr for node in attributes_read if node not in beside}
         todo += [
             attr
@@ -95,13 +98,31 @@ def _mentioned(model: nn.Module, method: str) -> frozenset[str]:
     return frozenset(name for name in named if name.partition(".")[0] in found)
 
 
-def _is_number_of_part(node: ast.AST, model: nn.Module) -> bool:
-    """Whether an expression is a plain attribute of a module inside the model: a number, a text or None."""
+_QUESTIONS = frozenset({"hasattr", "isinstance", "type", "callable", "len"})
+"""Functions that ask of their first argument what no number in it changes."""
+
+
+def _asked_about(node: ast.AST) -> list[ast.expr]:
+    """What an expression asks a question about: whether it is another object, of which kind, how long."""
+    if isinstance(node, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+        return [node.left, *node.comparators]
+    asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS
+    return node.args[:1] if isinstance(node, ast.Call) and asks else []
+
+
+def _path(node: ast.AST) -> list[str]:
+    """The names of an attribute of a variable, as in ``self.net.hidden``; empty of anything else."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
         node = node.value
-    if not isinstance(node, ast.Name) or len(names) < 2:
+    return names if isinstance(node, ast.Name) else []
+
+
+def _is_number_of_part(node: ast.AST, model: nn.Module) -> bool:
+    """Whether an expression is a plain attribute of a module inside the model: a number, a text or None."""
+    names = _path(node)
+    if len(names) < 2:
         return False
     holder: nn.Module | None = model
     for name in names[:-1]:

@@ -512,10 +512,22 @@ class Wide(nn.Sequential):
         self.hidden = 8
 
 
-def test_a_method_that_asks_a_part_for_a_number_uses_none_of_its_weights() -> None:
+class CouplesByKind(Couples):
+    """The method asks only whether it has a net, and of which kind."""
+
+    def spline(self, x: Tensor, by: Tensor) -> Tensor:
+        by = by if self.net is not None and isinstance(self.net, Wide) else x  # pyright: ignore[reportUnnecessaryComparison, reportUnnecessaryIsInstance]
+        by = by / self.net.hidden if hasattr(self.net, "hidden") and len(self.net) > 2 else by
+        return x * by if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("couples", [CouplesByNumber, CouplesByKind])
+def test_a_method_that_asks_a_part_for_a_number_or_its_kind_uses_none_of_its_weights(
+    couples: type[Couples],
+) -> None:
     x = torch.randn(3, 4).double()
     spec = PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0))
-    prepared = pdp_fx.prepare(nn.Sequential(CouplesByNumber().double()), spec, x)
+    prepared = pdp_fx.prepare(nn.Sequential(couples().double()), spec, x)
     pdp_fx.step(prepared.eval())
     converted = pdp_fx.convert(prepared)
     assert converted.get_parameter("0.net.0.weight").shape == (4, 4)
