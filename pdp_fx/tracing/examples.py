@@ -2,10 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain, combinations, count, islice
+from itertools import chain, combinations, count, takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ LARGE = 16
 """So many examples cost much more than two."""
 
 SMALL = 64
-"""The largest size that is doubled and trebled, too."""
+"""Sizes up to this are small: nets may leave one pixel of them."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ class ExampleCall:
         """Calls with another batch size and two sizes that share no factor with each other or with numbers.
 
         Of sizes that share factors, such as 12 channels and 8 pixels, a view may mix fewer than it can. Half
-        and a quarter of the sizes, as they are behind strides, are odd, too.
+        and a quarter of the sizes, as they are behind strides, are odd, too, and of large ones strides leave
+        more than one, and not as many of both.
 
         Args:
             free: the sizes that may be others.
@@ -178,12 +179,12 @@ class ExampleCall:
         taken = {self.batch, *self.sizes(), *numbers} - {0}
         primes = (prime for prime in _primes() if all(number % prime for number in taken))
         rows = next(primes)
-        others = list(islice((prime for prime in primes if prime % 8 == 7), 2 * len(self.sizes())))
+        most = 2 * max(SMALL, *self.sizes())
+        odd = [prime for prime in takewhile(lambda prime: prime < most, primes) if prime % 8 == 7]
         for call, plain in self._longer(rows):
             for sizes in _together(free):
-                pairs = zip(sizes, others[::2], others[1::2], strict=False)
-                spread = lambda made, pair: made._spread(pair[0], pair[2], pair[1])  # noqa: E731
-                yield from self._if_small(reduce, spread, pairs, call)
+                spread = lambda made, pair: made._spread(*pair)  # noqa: E731
+                yield from self._if_small(reduce, spread, _pairs(sizes, odd), call)
             if not plain:
                 yield call
 
@@ -306,6 +307,17 @@ def _together(sizes: Iterable[int]) -> Iterator[tuple[int, ...]]:
     largest = sorted(set(sizes) - {1}, reverse=True)
     for together in range(min(len(largest), MOST_TOGETHER), 0, -1):
         yield from combinations(largest, together)
+
+
+def _pairs(sizes: Iterable[int], among: Sequence[int]) -> list[tuple[int, int, int]]:
+    """With each size two others, from three eighths and from a quarter of it on; each is used once."""
+    found, left = list[tuple[int, int, int]](), list(among)
+    for size in sizes:
+        one = next(other for other in left if other >= size // 4)
+        another = next(other for other in left if other > one + size // 8)
+        left = [other for other in left if other not in (one, another)]
+        found.append((size, another, one))
+    return found
 
 
 def _two_others(size: int, used: Container[int]) -> tuple[int, int]:

@@ -508,6 +508,22 @@ class ConvAttention(nn.Module):
         return x + self.out((v @ weight.transpose(1, 2)).view(b, -1, h, w))
 
 
+class PixelsOfOneHead(nn.Module):
+    """Attention of one head over the pixels that five strides have left, as in the backbones of detectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        strides = [nn.Conv2d(4 if i else 3, 4, 3, stride=2, padding=1) for i in range(5)]
+        self.body, self.qkv, self.out = nn.Sequential(*strides), nn.Conv2d(4, 12, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        b, c, h, w = x.shape
+        q, k, v = self.qkv(x).view(b, 1, 12, h * w).split([4, 4, 4], dim=2)
+        attended = v @ (q.transpose(-2, -1) @ k).softmax(-1).transpose(-2, -1)
+        return self.out((attended.view(b, c, h, w) + x).relu())
+
+
 class CrossAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -652,6 +668,7 @@ ATTENTION = (
     Construct(ScaleInNewTensor, sequences(), removed=9),
     Construct(HeadsOfTheInput, sequences(4 * SIZE), removed=6),
     Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),
+    Construct(PixelsOfOneHead, images(size=128), removed=16),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvIndexed, sequences(), removed=HEAD_PRUNING),

@@ -45,7 +45,10 @@ def test_unlike_sizes_share_no_factor_with_each_other_or_with_numbers() -> None:
     assert found == [(13, 31, 8, 8), (13, 10, 31, 23)], "both would be 500 times as many numbers"
     wide = ExampleCall((torch.rand(2, 10, 80, 80),), {})
     found = [tuple(call.args[0].shape) for call in wide.unlike(wide.sizes(), {14, 22})]
-    assert found == [(13, 71, 31, 23), (13, 10, 31, 23)], "(13, 31, 80, 80) would be 20 times as many"
+    assert found == [(13, 71, 47, 23), (13, 10, 47, 23)], "(13, 31, 80, 80) would be 20 times as many"
+    large = ExampleCall((torch.rand(2, 3, 256, 256),), {})
+    found = [tuple(call.args[0].shape) for call in large.unlike({256}, {14, 22})]
+    assert found == [(5, 3, 127, 71)], "behind five strides of 2 more than a pixel is left, and not a square"
     gray = ExampleCall((torch.rand(1, 1, 6, 6),), {})
     assert [tuple(call.args[0].shape) for call in gray.unlike(gray.sizes(), {0, 8})] == [
         (5, 2, 23, 7),
