@@ -56,6 +56,7 @@ from pdp_fx.tracing.unmoved import unmoved_iterators
 from pdp_fx.tracing.unscripting import unscripted
 from pdp_fx.tracing.verify import Runner, run, tried
 from pdp_fx.tracing.waiving import waive
+from pdp_fx.tracing.writer import DECIDES
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ def _for_other_batches(
     then one that is traced on another batch size.
     """
     if not findings.sizes.compared and _acts_alike(gm, model, example, findings):
-        if any("decides" in node.meta for node in gm.graph.nodes):
+        if any(DECIDES in node.meta for node in gm.graph.nodes):
             _waive_on_one(gm, model, example)
         return gm
     given = ((other, given_by(model, other)) for other in example.others())

@@ -23,8 +23,8 @@ def deep_recursion() -> Generator[None, None, None]:
         yield
     except RecursionError as err:
         raise TraceError(
-            "the model computes a size in more steps, each from the one before, than can be followed; compute "
-            "it at once, as in n + steps in the place of a loop that adds 1"
+            "the model computes a size in more steps, each from the one before, than can be followed; "
+            "compute it at once, as in n + steps in the place of a loop that adds 1"
         ) from err
     finally:
         sys.setrecursionlimit(before)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdp_fx.tracing.arguments import all_values
-from pdp_fx.tracing.steps import Expr, Step
+from pdp_fx.tracing.steps import Expr, How, Step
 
 
 class Parts:
@@ -61,7 +61,7 @@ class Parts:
         }
         alone -= _taken_apart(output)
         for step in alone:
-            self._given[step][1].decides = True
+            self._given[step][1].decides = How.COMPARED
         return bool(alone)
 
 

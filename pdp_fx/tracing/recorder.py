@@ -39,6 +39,7 @@ from pdp_fx.tracing.steps import (
     Asked,
     Draw,
     Expr,
+    How,
     NumberReadError,
     Recording,
     Scope,
@@ -106,6 +107,7 @@ class Recorder:
         self._asked: list[Asked] = []
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
+        self._held: set[Hashable] = set()
         self._buffers = dict(model._buffers)
 
     def placeholder(self, name: str, example: Any, default: Args = ()) -> tuple[Step, Any]:
@@ -276,7 +278,7 @@ class Recorder:
         if self.watch.has_drawn_outside():
             raise UnrecordableError(DRAWS_OUTSIDE, Whole(self.scope.path))
 
-    def decided(self, fact: Expr, on_purpose: bool = False) -> None:
+    def decided(self, fact: Expr, how: How = How.COMPARED) -> None:
         """Add a check that a comparison of sizes, by which the model's code decided, has the same result.
 
         Sizes that depend on data differ from call to call, so a decision by them is refused, unless it asks
@@ -286,16 +288,18 @@ class Recorder:
 
         Args:
             fact: the comparison, as it came out in this run.
-            on_purpose: whether the code compared with a plain number above 1.
+            how: how the code goes by it.
         """
         known = identity(fact)
-        if self.inside or known in self._decided or is_data(fact) or not self._may_change(fact):
+        done = self._held if how is How.MADE_PLAIN else self._held | self._decided
+        if self.inside or known in done or is_data(fact) or not self._may_change(fact):
             return
-        self._decided.add(known)
+        (self._held if how is How.MADE_PLAIN else self._decided).add(known)
         if is_read(fact):
             self.guarded(refuse_ragged, "decides by", fact)
             return
-        if is_ragged(fact) and not (on_purpose and fact.call in (operator.eq, operator.ne)):
+        on_purpose = how is How.COMPARED_WITH_NUMBER and fact.call in (operator.eq, operator.ne)
+        if is_ragged(fact) and not on_purpose:
             self.findings.met_ragged = True
             if not self.findings.checks_ragged:
                 self.guarded(refuse_ragged, "decides by", fact)
@@ -306,14 +310,14 @@ class Recorder:
             "trace with example_inputs of such sizes"
         )
         self.steps.append(
-            Step("call_function", torch._assert, (fact, message), {}, self.scope, source, decides=True)
+            Step("call_function", torch._assert, (fact, message), {}, self.scope, source, decides=how)
         )
 
     def hold(self, value: Value, found: Any, message: str) -> None:
         """Add a check, failing with ``message``, that a value equals what was found in this run."""
         fact = identity(Expr(operator.eq, (value, found)))
-        if not self.inside and fact not in self._decided:
-            self._decided.add(fact)
+        if not self.inside and fact not in self._held:
+            self._held.add(fact)
             self.steps.append(check_step([(value, found)], message, self.scope, source_line()))
 
     def finish(self, result: Any) -> Recording:

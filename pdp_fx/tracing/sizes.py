@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from pdp_fx.tracing.expressions import only_says
 from pdp_fx.tracing.source import is_users
-from pdp_fx.tracing.steps import Expr, Value
+from pdp_fx.tracing.steps import Expr, How, Value
+from pdp_fx.tracing.structure import as_base
 
 Casts = dict[tuple[int, str], dict[str, Any]]
 
@@ -27,8 +28,8 @@ class Session:
     """The recording that a live number belongs to.
 
     Attributes:
-        decided: called with every comparison of live numbers in users' code, as it came out, and with whether
-            the code compared with a plain number above 1.
+        decided: called with every comparison of live numbers in users' code, as it came out, and with how the
+            code goes by it.
         selected: called with the expression of a number that users' code compares with 0; whether to go on as
             if it were not 0, or None to go by the number.
         open: whether the recording is still running; after it live numbers act like plain ones.
@@ -39,7 +40,7 @@ class Session:
             tensor, by the id of the globals and the name of the type.
     """
 
-    decided: Callable[[Expr, bool], None]
+    decided: Callable[[Expr, How], None]
     selected: Callable[[Value], bool | None] = lambda _: None
     open: bool = True
     decoy: "Decoy | None" = None
@@ -105,7 +106,7 @@ class Decoy:
         self._added[id(value)] = value, self._sign * (1009 * (1 + number % 5) + 2 * number)
 
 
-_OVER = Session(lambda _expression, _on_purpose: None, open=False)
+_OVER = Session(lambda _expression, _how: None, open=False)
 """That of numbers which code makes of the type of a live one, as in ``type(size)(3)``; they are plain."""
 
 
@@ -183,7 +184,7 @@ def value_of(number: Any, session: Session) -> Any:
     """The expression of a number that is live in this session; anything else as a plain number."""
     if isinstance(number, Live) and number.session is session:
         return number.value
-    return plain(number)
+    return as_base(plain(number))
 
 
 # `size + 0` and the like need no node of their own.
@@ -253,6 +254,7 @@ _OPPOSITES: dict[Callable[[Any, Any], bool], Callable[[Any, Any], bool]] = {
 
 def _comparison(call: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     def compare(self: Any, other: Any) -> Any:
+        other = as_base(other)
         if not isinstance(other, int | float):
             return NotImplemented
         answer = call(plain(self), plain(other))
@@ -262,7 +264,8 @@ def _comparison(call: Callable[[Any, Any], bool]) -> Callable[..., Any]:
                 return way
             by_chance = isinstance(other, Live) or 1 in (plain(self), other)
             fact = call if answer else _OPPOSITES[call]
-            _note(self.session, fact, self, other, by_chance, not by_chance and other > 1)
+            how = How.COMPARED_WITH_NUMBER if not by_chance and other > 1 else How.COMPARED
+            _note(self.session, fact, self, other, how, by_chance)
         return answer
 
     return compare
@@ -288,7 +291,7 @@ def _truth(self: Any) -> bool:
         way = _way(self, True)
         if way is not None:
             return way
-        _note(self.session, operator.ne if answer else operator.eq, self, 0, by_chance=True)
+        _note(self.session, operator.ne if answer else operator.eq, self, 0, How.COMPARED, by_chance=True)
     return answer
 
 
@@ -325,7 +328,7 @@ def note_fixed(numbers: Iterable[Any], session: Session) -> None:
     """Let the graph check that live numbers are the same, because plain numbers were made of them."""
     for number in numbers:
         if isinstance(number, Live) and number.session is session:
-            _note(session, operator.eq, number, plain(number))
+            _note(session, operator.eq, number, plain(number), How.MADE_PLAIN)
 
 
 def _is_asked_by_user(session: Session, depth: int = 2) -> bool:
@@ -338,11 +341,11 @@ def _note(
     fact: Callable[[Any, Any], bool],
     left: Any,
     right: Any,
+    how: How,
     by_chance: bool = False,
-    on_purpose: bool = False,
 ) -> None:
     session.compared |= by_chance
-    session.decided(Expr(fact, (value_of(left, session), value_of(right, session))), on_purpose)
+    session.decided(Expr(fact, (value_of(left, session), value_of(right, session))), how)
 
 
 def _reduced(self: Any) -> tuple[Any, ...]:

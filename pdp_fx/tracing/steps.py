@@ -10,6 +10,7 @@ differently.
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +62,14 @@ class Whole:
         return f"{self.path or 'the model'}.{self.method}" if self.method else self.path
 
 
+class How(Enum):
+    """How a model's code goes by a size."""
+
+    COMPARED = "compared with another, or with 0 or 1"
+    COMPARED_WITH_NUMBER = "compared with a plain number above 1"
+    MADE_PLAIN = "made a plain number"
+
+
 @dataclass(eq=False)
 class Step:
     """One recorded call.
@@ -84,7 +93,7 @@ class Step:
         reads_numbers: whether it is kept whole and read numbers out of tensors.
         uses: if it is kept whole, the parameters and buffers of the model that it used.
         sized: whether the model reads a size of its result that depends on numbers.
-        decides: whether it is a check of a comparison of sizes by which the model's code decided.
+        decides: if it is a check of what the model's code found of sizes: how the code goes by them.
         recomputed: the number, from 1, of the call of `torch.utils.checkpoint` that it is a part of; else 0.
         skipped: the number, from 1, of the branch on random numbers that may skip it; else 0.
         repairs: whether it computes what goes on where numbers are not finite.
@@ -111,7 +120,7 @@ class Step:
     reads_numbers: bool = False
     uses: frozenset[str] = frozenset()
     sized: bool = False
-    decides: bool = False
+    decides: How | None = None
     recomputed: int = 0
     skipped: int = 0
     repairs: bool = False

@@ -12,8 +12,9 @@ from pdp_fx.tracing.functions import NUMBER_HOMES, acts_in_place
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.steps import LAYOUT
+from pdp_fx.tracing.steps import LAYOUT, How
 from pdp_fx.tracing.verify import run
+from pdp_fx.tracing.writer import DECIDES
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ _log = logging.getLogger(__name__)
 def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Mapping[bool, Outcome]) -> bool:
     """Erase the checks of sizes that fail on an example, if the graph is right for it without them.
 
-    A model may take different branches with equal results, such as to expand a tensor of size 1 or not.
+    A model may take different branches with equal results, such as to expand a tensor of size 1 or not. Of
+    which a plain number was made, a size is another in each example, and one says nothing of the others.
 
     Args:
         gm: the graph; changed only if it is right.
@@ -69,6 +71,6 @@ class _Past(Interpreter):
         try:
             return super().run_node(n)
         except AssertionError:
-            if "decides" not in n.meta:
+            if n.meta.get(DECIDES) in (None, How.MADE_PLAIN.value):
                 raise
             self.failed.add(n)

@@ -33,6 +33,9 @@ _CHANGES_STATE = (
     torch._assert,
 )
 
+DECIDES = "decides"
+"""The entry of the `meta` of a check of sizes that says how the model's code goes by them."""
+
 REPAIRS = "repairs"
 """The mark of nodes that compute what goes on where numbers are not finite."""
 
@@ -88,8 +91,8 @@ class Writer:
             node.meta["opaque"] = step.reason
         if step.repairs:
             node.meta[REPAIRS] = True
-        if step.decides:
-            node.meta["decides"] = True
+        if step.decides is not None:
+            node.meta[DECIDES] = step.decides.value
         if step.observed or step.random or step.updates:
             self.protected.add(node)
         return node

@@ -687,6 +687,60 @@ def by_a_list_of_batches(x: Tensor) -> Tensor:
     return x * [1.0, 2.0, 3.0, 5.0][x.shape[0]]
 
 
+def by_a_text_of_the_batch(x: Tensor) -> Tensor:
+    return x * len(str(x.shape[0]))
+
+
+def by_a_table_of_batches(x: Tensor) -> Tensor:
+    return x * {30: 2.0}.get(x.shape[0], 3.0)
+
+
+def by_a_set_of_batches(x: Tensor) -> Tensor:
+    return x * (2.0 if x.shape[0] in {16, 30} else 3.0)
+
+
+def by_the_batch_in_numpy(x: Tensor) -> Tensor:
+    return x * float(np.ceil(x.shape[0] / 20))
+
+
+def by_a_list_as_long_as_the_batch(x: Tensor) -> Tensor:
+    return x * (2.0 if len([0] * x.shape[0]) > 20 else 3.0)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        by_a_text_of_the_batch, by_a_table_of_batches, by_a_set_of_batches, by_the_batch_in_numpy,
+        by_a_list_as_long_as_the_batch,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_one_batch_more_says_nothing_of_those_that_a_plain_number_tells_apart(act: Any, batch: int) -> None:
+    gm = exact(Deciding(act), rows(batch, 4, 3), rows(batch, 4, 5))
+    with pytest.raises(AssertionError, match="batch"):
+        gm(rows(30, 4, 3))
+
+
+@pytest.mark.parametrize("most", [np.int64(20), np.float64(20.0), np.float32(20.0), np.int8(20)])
+def test_the_batch_may_be_compared_with_a_number_of_numpy(most: Any) -> None:
+    def act(x: Tensor) -> Tensor:
+        return x * (2.0 if x.shape[0] > most else 3.0)
+
+    gm = exact(Deciding(act), rows(5, 4, 3), rows(7, 4, 5))
+    with pytest.raises(AssertionError, match="decides by sizes|batch"):
+        gm(rows(30, 4, 3))
+
+
+class ScaledByNumPy(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return x * 2, x[0].numel() * np.log(2.0)
+
+
+def test_a_size_may_be_computed_with_a_float_of_numpy() -> None:
+    gm = exact(ScaledByNumPy(), torch.randn(2, 4), torch.randn(3, 4), torch.randn(2, 6))
+    assert gm(torch.randn(2, 6))[1] == 6 * np.log(2.0)
+
+
 @pytest.mark.parametrize("act", [by_the_batch_on_the_right, by_a_list_of_batches])
 def test_a_number_made_of_the_batch_unseen_holds_the_graph_to_it(act: Any) -> None:
     gm = exact(Deciding(act), rows(2, 4, 3), rows(2, 4, 5))
