@@ -55,7 +55,7 @@ from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unmoved import unmoved_iterators
 from pdp_fx.tracing.unscripting import unscripted
 from pdp_fx.tracing.verify import Runner, run, tried
-from pdp_fx.tracing.waiving import waive
+from pdp_fx.tracing.waiving import insists, waive
 from pdp_fx.tracing.writer import DECIDES
 
 _log = logging.getLogger(__name__)
@@ -243,9 +243,10 @@ def _for_other_batches(
     if not problem or waive(gm, model, other, wanted):
         _waive_on_one(gm, model, example)
         return gm
-    general = _from_other_batch(model, example, other, findings, watch)
-    if general is not None:
-        return general
+    if not insists(gm, model, other):
+        general = _from_other_batch(model, example, other, findings, watch)
+        if general is not None:
+            return general
     _log.warning("with a batch of %d the graph %s", other.batch, problem)
     return _held_to_batch(model, example, findings, watch)
 

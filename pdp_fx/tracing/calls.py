@@ -36,12 +36,15 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
     if not path:
         return call(module, *args, **kwargs)
     whole = Whole(path)
-    recorder.check_drawn()
-    lent = recorder.origins.lends(module)
-    if lent and whole in recorder.findings.opaque:
+    lent, opaque = recorder.origins.lends(module), whole in recorder.findings.opaque
+    layer = is_whole(module) and not lent
+    if opaque or not layer:
+        # What was drawn before is not drawn by the module; a layer of torch draws nothing outside torch.
+        recorder.check_drawn()
+    if lent and opaque:
         why = f"lends tensors to {path}, which cannot be looked into"
         raise UnrecordableError(why, Whole(recorder.scope.path), instead_of=whole)
-    if whole in recorder.findings.opaque or (is_whole(module) and not lent):
+    if opaque or layer:
         with recorder.silent():
             step = recorder.step("call_module", path, args, kwargs)
             step.reason = recorder.findings.opaque.get(whole, "")

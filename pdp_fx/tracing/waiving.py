@@ -13,7 +13,7 @@ from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.steps import LAYOUT, How
-from pdp_fx.tracing.verify import run
+from pdp_fx.tracing.verify import Runner, run, tried
 from pdp_fx.tracing.writer import DECIDES
 
 _log = logging.getLogger(__name__)
@@ -35,13 +35,9 @@ def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Ma
         Whether the graph gives the same now.
     """
     failed: set[fx.Node] = set()
-
-    def past_checks(_: nn.Module, call: ExampleCall) -> Any:
-        return _Past(gm, failed).run(*place_arguments(gm, (call.args, dict(call.kwargs))))
-
     for training, outcome in wanted.items():
         try:
-            got = run(gm, example, training, past_checks, model)
+            got = run(gm, example, training, _past_checks(failed), model)
         except Exception as err:  # noqa: BLE001 a graph that fails is a graph that is not right
             _log.info("fails without checks of sizes, too: %s", err)
             return False
@@ -51,6 +47,26 @@ def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Ma
         erase(node, _is_number)
     gm.recompile()
     return True
+
+
+def insists(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> bool:
+    """Whether a graph refuses an example by a check that is not waived, such as how often a loop runs.
+
+    A graph that is traced on this example has such a check of the other number, unless a check that may be
+    waived has failed before, and it goes another way.
+    """
+    failed: set[fx.Node] = set()
+    result = tried(gm, example, False, model, runner=_past_checks(failed))
+    return isinstance(result, AssertionError) and not failed
+
+
+def _past_checks(failed: set[fx.Node]) -> Runner:
+    """A runner that takes a graph past checks that may be waived, and adds those that fail."""
+
+    def call(gm: Any, example: ExampleCall) -> Any:
+        return _Past(gm, failed).run(*place_arguments(gm, (example.args, dict(example.kwargs))))
+
+    return call
 
 
 def _is_number(node: fx.Node) -> bool:

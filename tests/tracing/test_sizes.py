@@ -1235,3 +1235,27 @@ def test_a_size_may_be_computed_in_many_steps() -> None:
     exact(Counter(400), torch.randn(2, 4), torch.randn(5, 4))
     with pytest.raises(TraceError, match="in more steps, each from the one before, than can be followed"):
         trace(Counter(5_000), torch.randn(2, 4))
+
+
+class LoopsOverExamples(nn.Module):
+    """Takes examples one by one, those of a batch of one only, or of all."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always, self.linear = always, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or len(x) == 1:
+            return torch.stack([self.linear(x[place]) for place in range(len(x))])
+        return self.linear(x)
+
+
+def test_a_loop_over_the_batch_is_traced_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdp_fx.trace._from_other_batch", None)
+    gm = exact(LoopsOverExamples(always=True), torch.randn(2, 4))
+    with pytest.raises(AssertionError, match="holds for a batch of 2 only"):
+        gm(torch.randn(3, 4))
+
+
+def test_a_loop_for_a_batch_of_one_is_not_taken_for_the_way_of_all() -> None:
+    exact(LoopsOverExamples(always=False), torch.randn(1, 4), torch.randn(2, 4), torch.randn(5, 4))
