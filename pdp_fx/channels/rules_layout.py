@@ -34,6 +34,12 @@ SHAPED = frozenset({aten.view, aten._unsafe_view, aten.reshape, aten._reshape_al
 REORDERED = frozenset({aten.permute, aten.transpose, aten.t, aten.movedim})
 """Operations that put axes into another order."""
 
+UNCUT = REORDERED | {
+    aten.expand, aten.unsqueeze, aten.clone, aten.contiguous, aten.detach, aten.alias, aten._to_copy,
+    aten.lift_fresh,
+}  # fmt: skip
+"""Operations that keep all axes as long as they are, but for copies along those of one index."""
+
 
 @rule(
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand,
@@ -60,8 +66,10 @@ def layout(call: Call, flow: LabelFlow) -> None:
     results = [call.result] if isinstance(call.result, Tensor) else list(call.result)
     moved: list[list[Layer]] = [[] for _ in results]
     cut = _cut_whole(call, flow)
+    # Where a tensor has no rows, its channels are those along its other axes.
+    shape = tuple(size or int(packet in UNCUT) for size in source.shape)
     for layer in cut:
-        for index, new in enumerate(_move(layer, tuple(source.shape), call)):
+        for index, new in enumerate(_move(layer, shape, call)):
             moved[index].append(new)
             _note_part(layer, new, call, flow)
             if packet in SIZED and _is_told(layer, new, index, call):

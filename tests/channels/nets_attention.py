@@ -508,6 +508,23 @@ class ConvAttention(nn.Module):
         return x + self.out((v @ weight.transpose(1, 2)).view(b, -1, h, w))
 
 
+class MemoryOfNoRows(nn.Module):
+    """Keys and values are joined with learned ones, of which there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(6 if i < 3 else 8, 8) for i in range(4))
+        self.keys, self.values = (nn.Parameter(torch.zeros(0, 8)) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys, values = (each.expand(len(x), -1, -1) for each in (self.keys, self.values))
+        given = self.q(x), torch.cat((keys, self.k(x)), 1), torch.cat((values, self.v(x)), 1)
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in given)
+        attended = (q @ k.transpose(-2, -1)).relu() @ v
+        return self.head(self.out(attended.transpose(1, 2).flatten(2)).relu())
+
+
 class PixelsOfOneHead(nn.Module):
     """Attention of one head over the pixels that five strides have left, as in the backbones of detectors."""
 
@@ -669,6 +686,7 @@ ATTENTION = (
     Construct(HeadsOfTheInput, sequences(4 * SIZE), removed=6),
     Construct(PrefixAndRotated, sequences(), removed=HEAD_PRUNING),
     Construct(PixelsOfOneHead, images(size=128), removed=16),
+    Construct(MemoryOfNoRows, sequences(), removed=16),
     Construct(PackedQkv, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvChunk, sequences(), removed=HEAD_PRUNING),
     Construct(PackedQkvIndexed, sequences(), removed=HEAD_PRUNING),
