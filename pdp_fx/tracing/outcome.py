@@ -1,6 +1,7 @@
 """`Outcome`: the results of one run of a model, to compare with those of another run bit for bit."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,10 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.generators import random_state
-from pdp_fx.tracing.structure import are_equal, tensors
+from pdp_fx.tracing.structure import are_equal, as_base, plain_leaves, tensors
+
+NEAR = 1e-5
+"""What returned floats may differ by, relative to them, where tensors may differ by rounding."""
 
 
 @dataclass(frozen=True)
@@ -18,18 +22,22 @@ class Outcome:
     Attributes:
         kind: the type of what the model returned.
         results: the tensors in it.
+        numbers: the plain numbers and texts in it.
         buffers: the buffers afterwards, by name.
         generators: the states of all random number generators afterwards.
     """
 
     kind: type
     results: tuple[torch.Tensor, ...]
+    numbers: tuple[Any, ...]
     buffers: Mapping[str, torch.Tensor]
     generators: tuple[Any, ...]
 
     def is_near(self, other: "Outcome") -> bool:
         """Whether another run's results differ by at most 1000 roundings, relative to the output's scale."""
         if self.kind is not other.kind or len(self.results) != len(other.results):
+            return False
+        if not _same_numbers(self.numbers, other.numbers, NEAR):
             return False
         return all(_near(mine, theirs) for mine, theirs in zip(self.results, other.results, strict=True))
 
@@ -60,6 +68,8 @@ class Outcome:
         for index, (mine, theirs) in enumerate(zip(self.results, other.results, strict=True)):
             if not _identical(mine, theirs):
                 return f"returns another tensor at position {index}"
+        if not _same_numbers(self.numbers, other.numbers):
+            return f"returns the numbers {other.numbers}, not {self.numbers}"
         for name, buffer in self.buffers.items():
             if name not in other.buffers or not _identical(buffer, other.buffers[name]):
                 return f"leaves another value in the buffer {name}"
@@ -69,8 +79,29 @@ class Outcome:
 def outcome(model: nn.Module, output: Any) -> Outcome:
     """The outcome of a run of ``model`` that has just ended and returned ``output``."""
     results = tuple(tensor.detach().clone() for tensor in tensors(output))
+    leaves = [as_base(leaf) for leaf in plain_leaves(output)]
+    # A live number has a type of its own.
+    numbers = tuple(kind(leaf) for leaf in leaves for kind in _kinds(leaf)[:1])
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Outcome(type(output), results, buffers, random_state())
+    return Outcome(type(output), results, numbers, buffers, random_state())
+
+
+def _kinds(leaf: Any) -> list[type]:
+    """The types of plain numbers and texts that a value is of, the narrowest first."""
+    return [kind for kind in (bool, int, float, complex, str) if isinstance(leaf, kind)]
+
+
+def _same_numbers(mine: Sequence[Any], theirs: Sequence[Any], tolerance: float = 0.0) -> bool:
+    """Whether numbers and texts are the same, floats up to a share of them; NaN is the same as NaN."""
+    return len(mine) == len(theirs) and all(
+        type(one) is type(other)
+        and (one == other or (one != one and other != other) or _are_close(one, other, tolerance))
+        for one, other in zip(mine, theirs, strict=True)
+    )
+
+
+def _are_close(one: Any, other: Any, tolerance: float) -> bool:
+    return isinstance(one, float) and math.isclose(one, other, rel_tol=tolerance)
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -118,6 +118,15 @@ def note(x: Tensor) -> None:
     FOUND["number"] = positive(x)
 
 
+class ReturnedFromGlobal(Layer):
+    """Returns a number of its data beside the tensor, which the tensor does not depend on."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        x = self.layer(x)
+        note(x)
+        return x, FOUND["number"]
+
+
 class ByObject(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
@@ -133,7 +142,7 @@ def as_object(x: Tensor) -> Plain:
 SEEN = (InDict, InList, InRecord, ByRecord, ByNumber, ByArray)
 
 
-@pytest.mark.parametrize("kind", [*SEEN, InGlobal, ByObject])
+@pytest.mark.parametrize("kind", [*SEEN, InGlobal, ReturnedFromGlobal, ByObject])
 def test_a_number_that_gets_past_the_graph_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(TraceError, match=r"no tensor|gets a number from|past the graph"):
         trace(kind(), torch.randn(3, 4))
