@@ -2,10 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain, combinations, count, takewhile
+from itertools import chain, combinations, count
 from typing import Any, TypeVar
 
 import torch
@@ -177,10 +177,9 @@ class ExampleCall:
             numbers: other sizes of the model, as those of its weights.
         """
         taken = {self.batch, *self.sizes(), *numbers} - {0}
-        primes = (prime for prime in _primes() if all(number % prime for number in taken))
-        rows = next(primes)
-        most = 2 * max(SMALL, *self.sizes())
-        odd = [prime for prime in takewhile(lambda prime: prime < most, primes) if prime % 8 == 7]
+        fits = lambda prime: all(number % prime for number in taken)  # noqa: E731
+        rows = next(filter(fits, _primes()))
+        odd = lambda prime: prime % 8 == 7 and prime != rows and fits(prime)  # noqa: E731
         for call, plain in self._longer(rows):
             for sizes in _together(free):
                 spread = lambda made, pair: made._spread(*pair)  # noqa: E731
@@ -309,13 +308,14 @@ def _together(sizes: Iterable[int]) -> Iterator[tuple[int, ...]]:
         yield from combinations(largest, together)
 
 
-def _pairs(sizes: Iterable[int], among: Sequence[int]) -> list[tuple[int, int, int]]:
-    """With each size two others, from three eighths and from a quarter of it on; each is used once."""
-    found, left = list[tuple[int, int, int]](), list(among)
+def _pairs(sizes: Iterable[int], fits: Callable[[int], bool]) -> list[tuple[int, int, int]]:
+    """With each size two primes that fit, from three eighths and a quarter of it on; each is used once."""
+    found, used = list[tuple[int, int, int]](), set[int]()
     for size in sizes:
-        one = next(other for other in left if other >= size // 4)
-        another = next(other for other in left if other > one + size // 8)
-        left = [other for other in left if other not in (one, another)]
+        free = (prime for prime in _primes() if prime >= size // 4 and prime not in used and fits(prime))
+        one = next(free)
+        another = next(prime for prime in free if prime > one + size // 8)
+        used |= {one, another}
         found.append((size, another, one))
     return found
 

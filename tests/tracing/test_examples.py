@@ -49,6 +49,9 @@ def test_unlike_sizes_share_no_factor_with_each_other_or_with_numbers() -> None:
     large = ExampleCall((torch.rand(2, 3, 256, 256),), {})
     found = [tuple(call.args[0].shape) for call in large.unlike({256}, {14, 22})]
     assert found == [(5, 3, 127, 71)], "behind five strides of 2 more than a pixel is left, and not a square"
+    small, numbers = ExampleCall((torch.rand(2, 3, 64, 64),), {}), {7, 23, 31, 47, 71, 79, 103, 127}
+    found = [tuple(call.args[0].shape) for call in small.unlike({64}, numbers)]
+    assert found == [(5, 3, 167, 151)], "the sizes of weights may leave none that are smaller"
     gray = ExampleCall((torch.rand(1, 1, 6, 6),), {})
     assert [tuple(call.args[0].shape) for call in gray.unlike(gray.sizes(), {0, 8})] == [
         (5, 2, 23, 7),
