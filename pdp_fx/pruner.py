@@ -143,7 +143,8 @@ class Pruner(nn.Module):
         counter, schedule = int(self.counter) + 1, self.spec.schedule
         if counter == 1:
             self.check_layers(gm)
-        _check_tied(gm, self.owners)
+        else:
+            _check_tied(gm, self.owners)
         due = self.spec.allocation == "dynamic" and ranks_anew(schedule, counter)
         if due or (counter >= schedule.start and not self.allocated):
             self.fix_targets(gm)

@@ -109,8 +109,9 @@ def _asked_about(node: ast.AST) -> list[ast.expr]:
     """What an expression asks a question about: whether it is another object, of which kind, how long."""
     if isinstance(node, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
         return [node.left, *node.comparators]
-    asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS
-    return node.args[:1] if isinstance(node, ast.Call) and asks else []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS:
+        return node.args[:1]
+    return []
 
 
 def _path(node: ast.AST) -> list[str]:

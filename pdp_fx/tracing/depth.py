@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pdp_fx.errors import TraceError
 
 FRAMES = 5_000
-"""How deep calls may be nested while a model is traced; a size takes about three for each of its steps."""
+"""How deep calls may be nested while a model is traced; a size takes four for each of its steps."""
 
 
 @contextmanager

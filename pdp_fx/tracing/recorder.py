@@ -291,10 +291,11 @@ class Recorder:
             how: how the code goes by it.
         """
         known = identity(fact)
-        done = self._held if how is How.MADE_PLAIN else self._held | self._decided
-        if self.inside or known in done or is_data(fact) or not self._may_change(fact):
+        noted = self._held if how is How.MADE_PLAIN else self._decided
+        done = known in self._held or known in noted
+        if self.inside or done or is_data(fact) or not self._may_change(fact):
             return
-        (self._held if how is How.MADE_PLAIN else self._decided).add(known)
+        noted.add(known)
         if is_read(fact):
             self.guarded(refuse_ragged, "decides by", fact)
             return

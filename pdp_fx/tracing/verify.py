@@ -10,7 +10,6 @@ from torch import fx, nn
 
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.forgetting import forgetting, in_mode
-from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.outcome import Outcome, outcome
 from pdp_fx.tracing.selecting import SELECTS
@@ -89,14 +88,14 @@ def emptying(selections: Container[int], gone: set[fx.Node]) -> Runner:
     """
 
     def call(gm: Any, example: ExampleCall) -> Any:
-        return _Emptying(gm, selections, gone).run(*place_arguments(gm, (example.args, dict(example.kwargs))))
+        return _Emptying(gm, selections, gone).run_on(example)
 
     return call
 
 
 def flat(gm: Any, example: ExampleCall) -> Any:
     """A runner of a graph that runs all nodes, those too that the generated code leaves out in one mode."""
-    return Interpreter(gm).run(*place_arguments(gm, (example.args, dict(example.kwargs))))
+    return Interpreter(gm).run_on(example)
 
 
 class _Emptying(Interpreter):

@@ -9,7 +9,6 @@ from torch import fx, nn
 from pdp_fx.tracing.erasing import erase
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.functions import NUMBER_HOMES, acts_in_place
-from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.steps import LAYOUT, How
@@ -64,7 +63,7 @@ def _past_checks(failed: set[fx.Node]) -> Runner:
     """A runner that takes a graph past checks that may be waived, and adds those that fail."""
 
     def call(gm: Any, example: ExampleCall) -> Any:
-        return _Past(gm, failed).run(*place_arguments(gm, (example.args, dict(example.kwargs))))
+        return _Past(gm, failed).run_on(example)
 
     return call
 
