@@ -58,14 +58,15 @@ class Cells(nn.Module):
 class Packed(nn.Module):
     """Sequences of several lengths."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_first: bool = True) -> None:
         super().__init__()
-        self.inner, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 5)
+        self.inner, self.head = nn.GRU(8, 8, batch_first=batch_first), nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.full((x.shape[0],), 3)
-        packed, _ = self.inner(pack_padded_sequence(x, lengths, batch_first=True))
-        return self.head(pad_packed_sequence(packed, batch_first=True)[0])
+        first = self.inner.batch_first
+        lengths = torch.full((x.shape[0 if first else 1],), 3 if first else 2)
+        packed, _ = self.inner(pack_padded_sequence(x, lengths, batch_first=first))
+        return self.head(pad_packed_sequence(packed, batch_first=first)[0])
 
 
 def reader(name: str) -> tuple[nn.Module, Tensor]:
@@ -292,6 +293,21 @@ class LastOfPacked(Hidden):
         return self.head(self.inner(pack_padded_sequence(x, lengths, batch_first=True))[1][0][-1])
 
 
+class GreatestOfPacked(Hidden):
+    """Sequences of several lengths, both ways; what is greatest over time goes on, and padding never is."""
+
+    width = 16
+
+    def make(self) -> nn.Module:
+        return nn.LSTM(6, 8, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 1:, 0] > 0).sum(1)
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        padded, _ = pad_packed_sequence(self.inner(packed)[0], batch_first=True, padding_value=-torch.inf)
+        return self.head(padded.amax(1))
+
+
 class Attended(Hidden):
     """The last state chooses among the others, which a residual stream takes in."""
 
@@ -357,7 +373,7 @@ class OneStepFromElsewhere(Hidden):
 STATES = (
     *(OneStepAlone, OneStepOfLayer, OneStepFromElsewhere),
     *(FromZeros, FromLearned, FromItsFeatures, Decoded, BothWays, SumOfWays, LastOfPacked, Attended),
-    CellByCell,
+    *(CellByCell, GreatestOfPacked),
 )
 
 
@@ -416,10 +432,20 @@ def test_channels_that_are_time_stay() -> None:
         pdp_fx.prepare(OfLines(), PruneSpec(Channels(ratio=0.5)), torch.randn(2, 3, 5))
 
 
-def test_channels_of_packed_sequences_stay() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), Packed())
-    with pytest.raises(SpecError, match="no channel rule for _pack_padded_sequence"):
-        pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5)), torch.randn(2, 3, 6))
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_channels_of_packed_sequences_are_removed(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), Packed(batch_first)).double(), torch.randn(2, 3, 6).double()
+    _, left = check(model, x, Channels(ratio=0.5))
+    assert (left["0.weight"].shape, left["1.inner.weight_ih_l0"].shape) == ((4, 6), (12, 4))
+    assert left["1.head.weight"].shape == (5, 4)
+
+
+def test_the_time_of_packed_sequences_stays() -> None:
+    model = nn.Sequential(nn.Conv1d(5, 8, 1), Packed())
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5)), torch.randn(2, 5, 8))
+    (time,) = [kept for kept in pdp_fx.explain(prepared).kept if kept.group == "0"]
+    assert (time.width, time.nodes) == (8, ("_pack_padded_sequence",))
 
 
 def test_cells_are_pruned() -> None:

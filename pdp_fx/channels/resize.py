@@ -43,6 +43,7 @@ SIZE_FREE: frozenset[Any] = REPEATS | LIKE_ANOTHER | frozenset({
     operator.sub, operator.truediv, torch.where, torch.rms_norm, "unsqueeze", torch.softmax, torch.unbind,
     "unbind", "flip", torch.flip, getattr, torch.take_along_dim, "take_along_dim",
     torch.quantile, "quantile", torch.nanquantile, "nanquantile",
+    torch._VF._pad_packed_sequence,
 })  # fmt: skip
 """Functions and methods whose numeric arguments are never sizes or positions of a channel axis."""
 

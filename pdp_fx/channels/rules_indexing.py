@@ -115,6 +115,15 @@ def gather(call: Call, flow: LabelFlow) -> None:
     _chosen(call, axis, [source], [index], flow)
 
 
+@rule(aten._pack_padded_sequence)
+def pack_padded_sequence(call: Call, flow: LabelFlow) -> None:
+    """As many steps of each sequence as its length says follow one another; channels lie behind them."""
+    source, lengths = call.args[:2]
+    flow.freeze_all([lengths], CHOSEN)
+    kept = flow.all_without(flow.layers(source), frozenset({0, 1}), CHOSEN)
+    flow.put(call.result[0], [_with_axes(layer, 0, 2, 1) for layer in kept])
+
+
 @rule(aten.diagonal)
 def diagonal(call: Call, flow: LabelFlow) -> None:
     """Both axes lose the same indices, or none: otherwise the diagonal would run elsewhere."""
