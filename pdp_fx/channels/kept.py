@@ -38,6 +38,11 @@ class Kept:
         """How many of the indices below ``index`` stay."""
         return int(self.stays[axis][:index].sum()) if axis in self.stays else index
 
+    def placed(self, axis: int, index: int) -> int:
+        """Where an index that stays is afterwards; one that counts from the end goes on to."""
+        place = self.before(axis, index % self.value.shape[axis])
+        return place - self.size(axis) if index < 0 else place
+
     def labels(self, axis: int) -> Tensor:
         """The labels that change along ``axis``, and perhaps along others."""
         return next(layer.ids for layer in self.value.layers if axis in layer.support)

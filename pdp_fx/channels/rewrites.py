@@ -125,6 +125,13 @@ def _narrow(node: fx.Node, job: Job) -> None:
         node.args, node.kwargs = (node.args[0], axis, first, job.results[0].size(place)), {}
 
 
+def _select(node: fx.Node, job: Job) -> None:
+    axis, index = _arguments(node, 1, ("dim", "index"), 2)
+    place = int(axis) % len(job.source.value.shape)
+    if job.source.changes(place):
+        node.args, node.kwargs = (node.args[0], axis, job.source.placed(place, int(job.number(index)))), {}
+
+
 def _squeeze(node: fx.Node, job: Job) -> None:
     """Keep a squeeze from removing an axis of channels of which a single one is left."""
     shape = job.source.value.shape
@@ -170,6 +177,17 @@ def _narrow_fits(node: fx.Node, record: Record) -> bool:
     (start,) = _arguments(node, 2, ("start",), 1)
     known = isinstance(start, int) or getattr(start, "name", "") in record.numbers
     return known and _places_fit(node, record)
+
+
+def _select_fits(node: fx.Node, record: Record) -> bool:
+    """Fits beside the channels, and along them if the index is a number that is the same at every call."""
+    axis, index = _arguments(node, 1, ("dim", "index"), 2)
+    values = record.values_of(node.args[0])
+    if len(values) != 1 or not isinstance(axis, int):
+        return False
+    along = any(axis % len(values[0].shape) in layer.support for layer in values[0].layers)
+    known = isinstance(index, int) or getattr(index, "name", "") in record.numbers
+    return not along or (known and _places_fit(node, record))
 
 
 def _roll_fits(node: fx.Node, record: Record) -> bool:
@@ -218,7 +236,7 @@ def _padding_varies(node: fx.Node, record: Record) -> frozenset[int]:
 
 _CHOICES = {
     "narrow": ("dim", "start", "length"),
-    "index_select": ("dim", "index"),
+    **dict.fromkeys(("select", "index_select"), ("dim", "index")),
     "roll": ("shifts", "dims"),
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "tensor_split"), ("sizes", "dim")),
     **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), ("sizes", "dim")),
@@ -375,6 +393,7 @@ _NARROW, _PAD, _UNFLATTEN = (
     Rewrite(_unflatten, varies=_unflatten_varies),
 )
 _REORDER, _GROUPS = Rewrite(_reorder, _reorder_fits, _chosen_varies), Rewrite(_groups)
+_SELECT = Rewrite(_select, _select_fits, _chosen_varies)
 _COUNTED, _SCALED = Rewrite(_stays, _counts_fit), Rewrite(_scale)
 _REPEAT, _NUMBER = Rewrite(_repeat, _repeat_fits), Rewrite(_stays, _number_fits)
 _INTERLEAVE = Rewrite(_interleave, _interleave_fits)
@@ -397,7 +416,8 @@ RESIZERS: dict[Any, Rewrite] = {
     torch.functional.split: _SPLIT, torch.narrow: _NARROW, "narrow": _NARROW,
     operator.getitem: _SUBSCRIPT, operator.setitem: _SUBSCRIPT, functional.pad: _PAD,
     torch.constant_pad_nd: _PAD, torch.roll: _ROLL, "roll": _ROLL, torch.index_select: _REORDER,
-    "index_select": _REORDER, "unfold": Rewrite(_stays, _unfold_fits),
+    "index_select": _REORDER, torch.select: _SELECT, "select": _SELECT,
+    "unfold": Rewrite(_stays, _unfold_fits),
     torch.unflatten: _UNFLATTEN, "unflatten": _UNFLATTEN,
     "torchvision::deform_conv2d": Rewrite(_stays), torch.squeeze: _SQUEEZE, "squeeze": _SQUEEZE,
     "squeeze_": _SQUEEZE, "repeat": _REPEAT, "tile": _REPEAT, torch.tile: _REPEAT,
@@ -504,7 +524,7 @@ def sizes_laid_out(gm: fx.GraphModule, node: fx.Node, rank: int) -> tuple[int, l
 
 def chooses(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether ``node`` chooses, reorders or pads entries of axes by numbers."""
-    return rewrite_of(gm, node) in (_SPLIT, _NARROW, _PAD, _REORDER, _ROLL, _SUBSCRIPT)
+    return rewrite_of(gm, node) in (_SPLIT, _NARROW, _SELECT, _PAD, _REORDER, _ROLL, _SUBSCRIPT)
 
 
 def always_told(node: fx.Node) -> bool:

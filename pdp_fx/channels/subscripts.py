@@ -174,8 +174,7 @@ def subscript(node: fx.Node, job: Job) -> None:
             job.number(part) if isinstance(part, int) or getattr(part, "name", "") in job.numbers else None
         )
         if isinstance(number, int):
-            # One that counts from the end goes on to.
-            parts[place] = source.before(axis, number % size) - (source.size(axis) if number < 0 else 0)
+            parts[place] = source.placed(axis, number)
         else:
             parts[place] = chosen(job, axis, at)
     whole = isinstance(node.args[1], (tuple, list)) and not _is_index(node.args[1])

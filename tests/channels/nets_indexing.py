@@ -170,6 +170,14 @@ class PickedByList(Messages):
         return x * x[..., [5]] * told[:, :5, 2::8]
 
 
+class Selected(Messages):
+    """One channel, counted from either end, gates the others, and so does one token."""
+
+    def summed(self, x: Tensor, told: Tensor) -> Tensor:
+        gates = x.select(2, 5) * torch.select(x, -1, index=-3)
+        return x * gates.unsqueeze(-1) * told.select(1, told.size(1) - 2).unsqueeze(1)
+
+
 class PickedOfBroadcast(Messages):
     """What is picked holds for all channels, for it was broadcast along them."""
 
@@ -437,6 +445,7 @@ INDEXING = (
     Construct(TriangleOfChannels, sequences(), removed=3, reason="one half is 0"),
     Construct(LimitedNorms, sequences(), removed=3, reason="takes a norm over these channels"),
     Construct(PickedByList, sequences(), removed=3, reason="picked by its number"),
+    Construct(Selected, sequences(), removed=3, reason="picked by its number"),
     Construct(PickedOfBroadcast, sequences(), removed=11),
     Construct(BestToken, sequences(), removed=11),
     Construct(BestOfEachChannel, sequences(), removed=11),
