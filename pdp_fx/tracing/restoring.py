@@ -14,14 +14,13 @@ from torch import fx
 
 from pdp_fx.tracing.modes import function_of
 
-_RESTORED_BY: dict[Any, tuple[Any, str]] = {
-    torch.is_grad_enabled: (torch._C._set_grad_enabled, "torch._C._set_grad_enabled"),
-    torch.amp.autocast_mode._enter_autocast: (
-        torch.amp.autocast_mode._exit_autocast,
-        "torch.amp.autocast_mode._exit_autocast",
-    ),
+_CASTS = torch.amp.autocast_mode._enter_autocast
+
+_ENDED_BY: dict[Any, Any] = {
+    torch.is_grad_enabled: torch._C._set_grad_enabled,
+    _CASTS: torch.amp.autocast_mode._exit_autocast,
 }
-"""What restores the setting that a node has read or changed, given its value; and how code calls it."""
+"""What ends a block, given the value of the node that enters it."""
 
 
 _CASTING = ("cpu", "cuda")
@@ -76,7 +75,7 @@ def changed_settings(graph: fx.Graph) -> list[Span]:
     found: list[Span] = []
     entered: list[fx.Node] = []
     for node in graph.nodes:
-        end, _ = _RESTORED_BY.get(node.target, (None, ""))
+        end = _ENDED_BY.get(node.target)
         if end is not None and any(function_of(user) is end for user in node.users):
             entered.append(node)
         elif entered and entered[-1] in node.all_input_nodes:
@@ -87,6 +86,8 @@ def changed_settings(graph: fx.Graph) -> list[Span]:
 def restored_on_errors(body: Sequence[str], spans: Sequence[Span]) -> list[str]:
     """The lines of a graph's code, in which an error that leaves a block restores what was before it.
 
+    Blocks of autocast are written as such, which every version of torch compiles.
+
     Args:
         body: the lines that fx generates, whose blocks of code are those of the nodes.
         spans: what `changed_settings` has found in the graph.
@@ -94,15 +95,28 @@ def restored_on_errors(body: Sequence[str], spans: Sequence[Span]) -> list[str]:
     lines = "".join(body).splitlines(keepends=True)
     for entry, end in spans:
         first, last = (_line_of(node, lines) for node in (entry, end))
-        margin = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
-        lines[first + 1 : last + 1] = [
-            f"{margin}try:\n",
-            *(f"    {line}" for line in lines[first + 1 : last + 1]),
-            f"{margin}except BaseException:\n",
-            f"{margin}    {_RESTORED_BY[entry.target][1]}({entry!r})\n",
-            f"{margin}    raise\n",
-        ]
+        before, *inside = lines[first : last + 1]
+        margin = before[: len(before) - len(before.lstrip())]
+        if entry.target is _CASTS:
+            call, _, freed = before.partition("._enter_autocast(")[2].rstrip().partition(";  ")
+            computes = any(line.lstrip()[:1] not in ("", "#") for line in inside[:-1])
+            # fx puts comments between the nodes, which are not enough for a block.
+            begun = freed or ("" if computes else "pass")
+            inside = [f"{margin}{begun}\n" if begun else "", *inside[:-1]]
+            lines[first : last + 1] = [f"{margin}with torch.autocast({call}:\n", *_indented(inside)]
+        else:
+            lines[first + 1 : last + 1] = [
+                f"{margin}try:\n",
+                *_indented(inside),
+                f"{margin}except BaseException:\n",
+                f"{margin}    torch._C._set_grad_enabled({entry!r})\n",
+                f"{margin}    raise\n",
+            ]
     return lines
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines if line.strip()]
 
 
 def _line_of(node: fx.Node, lines: Sequence[str]) -> int:

@@ -93,7 +93,7 @@ def open_blocks() -> int:
 def test_blocks_compile_without_graph_breaks(model: nn.Module) -> None:
     x = torch.randn(3, 4)
     gm = trace(model, x)
-    assert "except BaseException" in gm.code
+    assert "except BaseException" in gm.code or "with torch.autocast(" in gm.code
     compiled = torch.compile(gm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), gm(x))
 
