@@ -8,7 +8,6 @@ another one, or out of range. The graph then insists on what is read where that 
 
 import logging
 
-import torch
 from torch import nn
 
 from pdp_fx.tracing.align import kind_of_step
@@ -18,7 +17,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.sizes import Decoy, Place
 from pdp_fx.tracing.skipping import differences
 from pdp_fx.tracing.source import raised_by_user
-from pdp_fx.tracing.steps import InexactError, Recording, is_read
+from pdp_fx.tracing.steps import CHECKS, InexactError, Recording, is_read
 from pdp_fx.tracing.time_limit import TooLongError, time_limit
 
 SIGNS = (-1, 1)
@@ -107,7 +106,7 @@ class _Again:
 
 def _is_same(one: Recording, other: Recording) -> bool:
     """Whether two recordings do the same, apart from their checks."""
-    mine, theirs = ([s for s in each.steps if s.target is not torch._assert] for each in (one, other))
+    mine, theirs = ([s for s in each.steps if s.target not in CHECKS] for each in (one, other))
     if list(map(kind_of_step, mine)) != list(map(kind_of_step, theirs)):
         return False
     pairs = dict(zip(theirs, mine, strict=True))

@@ -9,7 +9,7 @@ import torch
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.examples import ExampleCall, is_batch
 from pdp_fx.tracing.shapes import Facts, check_step, length_of
-from pdp_fx.tracing.steps import Expr, Recording, Scope, Step, Value
+from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Scope, Step, Value
 from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors, is_record
 
 
@@ -20,7 +20,7 @@ class Uses:
         self.used: set[Hashable] = set()
         self.needed: set[Hashable] = set()
         for step in recording.steps:
-            if step.target is not torch._assert:
+            if step.target not in CHECKS:
                 self._note((step.args, step.kwargs))
                 self.needed |= {_place(value) for value in step.args[:1] if not step.reason}
         self._note(recording.output)

@@ -24,6 +24,7 @@ from pdp_fx.tracing.sizes import LiveShape, plain
 from pdp_fx.tracing.skipping import reads
 from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import (
+    TRUTH,
     Expr,
     NumberReadError,
     Step,
@@ -258,9 +259,10 @@ def _cast(kind: type, name: str) -> Call:
 def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
     """The truth of a tensor; if it depends on data, only a check may ask, and the graph checks too."""
     value = recorder.origins.value(tensor)
-    if not is_data(value):
-        return recorder.function(torch.Tensor.__bool__, (tensor,), {})
     truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
+    if not is_data(value):
+        recorder.decided(Expr(operator.ne if truth else operator.eq, (value, 0)), check=TRUTH)
+        return truth
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):
         way = recorder.way(value, frame)
@@ -306,9 +308,8 @@ _OF_MEMORY = frozenset({"data_ptr", "device", "_cdata"})
 
 def check(recorder: Recorder, condition: torch.Tensor) -> None:
     """Add a check that a tensor is true."""
-    with recorder.silent():
-        message = f"the check at {source_line() or 'an unknown line'} failed"
-        recorder.function(torch._assert, (condition, message), {})
+    message = f"the check at {source_line() or 'an unknown line'} failed"
+    recorder.steps.append(recorder.step("call_function", TRUTH, (condition, message), {}))
 
 
 def _data(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:

@@ -278,7 +278,7 @@ class Recorder:
         if self.watch.has_drawn_outside():
             raise UnrecordableError(DRAWS_OUTSIDE, Whole(self.scope.path))
 
-    def decided(self, fact: Expr, how: How = How.COMPARED) -> None:
+    def decided(self, fact: Expr, how: How = How.COMPARED, check: Call = torch._assert) -> None:
         """Add a check that a comparison of sizes, by which the model's code decided, has the same result.
 
         Sizes that depend on data differ from call to call, so a decision by them is refused, unless it asks
@@ -289,6 +289,7 @@ class Recorder:
         Args:
             fact: the comparison, as it came out in this run.
             how: how the code goes by it.
+            check: what checks it, one of `steps.CHECKS`.
         """
         known = identity(fact)
         noted = self._held if how is How.MADE_PLAIN else self._decided
@@ -310,9 +311,7 @@ class Recorder:
             f"{source} decides by sizes, and by these otherwise than in this graph; "
             "trace with example_inputs of such sizes"
         )
-        self.steps.append(
-            Step("call_function", torch._assert, (fact, message), {}, self.scope, source, decides=how)
-        )
+        self.steps.append(Step("call_function", check, (fact, message), {}, self.scope, source, decides=how))
 
     def hold(self, value: Value, found: Any, message: str) -> None:
         """Add a check, failing with ``message``, that a value equals what was found in this run."""

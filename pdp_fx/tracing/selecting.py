@@ -14,7 +14,6 @@ from collections.abc import Container, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import torch
 from torch import fx
 
 from pdp_fx.tracing.align import Alignment, kind_of_step
@@ -22,7 +21,7 @@ from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.modes import When, function_of
 from pdp_fx.tracing.sizes import if_any
-from pdp_fx.tracing.steps import Expr, Recording, Step, is_ragged
+from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Step, is_ragged
 
 SELECTS = "selects"
 """The entry of a node's `meta` with the number, from 1, of the selection that it makes."""
@@ -123,7 +122,7 @@ def _segments(recording: Recording) -> list[list[Step]]:
     """The steps before the first question, and those behind each, without checks, which are made once."""
     places = [0, *(asked.place for asked in recording.asked), len(recording.steps)]
     return [
-        [step for step in recording.steps[start:stop] if step.target is not torch._assert]
+        [step for step in recording.steps[start:stop] if step.target not in CHECKS]
         for start, stop in zip(places, places[1:], strict=False)
     ]
 

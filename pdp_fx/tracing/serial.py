@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name, map_aggregate
 
 from pdp_fx.errors import TraceError
+from pdp_fx.tracing.modes import When
 from pdp_fx.tracing.objects import Bound, Held
 
 
@@ -81,8 +82,9 @@ def graph_from_text(text: GraphText) -> fx.Graph:
         return map_aggregate(value, decode_leaf)
 
     for item in text:
-        target = _find(item.target.name) if isinstance(item.target, Named) else item.target
-        node = graph.create_node(item.op, target, decode(item.args), decode(item.kwargs), item.name)
+        node = graph.create_node(
+            item.op, _named(item.target), decode(item.args), decode(item.kwargs), item.name
+        )
         node.meta.update(item.meta)
         nodes.append(node)
     return graph
@@ -95,6 +97,8 @@ def _plain(meta: dict[str, Any]) -> dict[str, Any]:
 def _name(target: str | Callable[..., Any]) -> Any:
     if isinstance(target, str | Bound | Held):
         return target
+    if isinstance(target, When):
+        return When(_name(target.function))
     if not isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         try:
             if pickle.loads(pickle.dumps(target)) == target:
@@ -105,6 +109,12 @@ def _name(target: str | Callable[..., Any]) -> Any:
     if _find(name) is not target:
         raise TraceError(f"cannot pickle a call of {name}: importing that name gives something else")
     return Named(name)
+
+
+def _named(target: Any) -> Any:
+    if isinstance(target, When):
+        return When(_named(target.function))
+    return _find(target.name) if isinstance(target, Named) else target
 
 
 def _find(name: str) -> Callable[..., Any]:

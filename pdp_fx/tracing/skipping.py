@@ -21,6 +21,7 @@ from pdp_fx.tracing.align import Alignment, kind_of_step
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.steps import (
+    CHECKS,
     DRAWS_OUTSIDE,
     Constant,
     Expr,
@@ -211,9 +212,9 @@ class _Merge:
         made = {
             identity(self._chosen(step.args[0], turn))
             for step in self.full.steps
-            if step.target is torch._assert and self._region_of.get(step) not in turn
+            if step.target in CHECKS and self._region_of.get(step) not in turn
         }
-        checks = (step.args[0] for step in other.steps if step.target is torch._assert)
+        checks = (step.args[0] for step in other.steps if step.target in CHECKS)
         if not made.issuperset(identity(_translated(check, pairs)) for check in checks):
             raise _DiffersError("a check is left out that others rely on")
 
@@ -254,7 +255,7 @@ class _Merge:
     def _left_out(self, number: int) -> int:
         """How many steps a branch leaves out, without checks."""
         steps = self.regions[number].steps if number in self.regions else []
-        return sum(step.target is not torch._assert for step in steps)
+        return sum(step.target not in CHECKS for step in steps)
 
     def _add_region(self, number: int, steps: list[Step]) -> None:
         """Note which steps a branch may leave out, and the checks of what they make."""
@@ -263,7 +264,7 @@ class _Merge:
         inside = [
             step
             for step in self.full.steps[start : stop + 1]
-            if step in own or (step.target is torch._assert and not own.isdisjoint(_steps_in(step.args)))
+            if step in own or (step.target in CHECKS and not own.isdisjoint(_steps_in(step.args)))
         ]
         self.regions[number] = _Region(inside)
         repairs = self.full.draws[number].repairs
@@ -342,7 +343,7 @@ def _segments(recording: Recording) -> list[list[Step]]:
     """The steps before the first branch, and those behind each; without checks, which are made once each."""
     places = [0, *(draw.place for draw in recording.draws), len(recording.steps)]
     return [
-        [step for step in recording.steps[start:stop] if step.target is not torch._assert]
+        [step for step in recording.steps[start:stop] if step.target not in CHECKS]
         for start, stop in zip(places, places[1:], strict=False)
     ]
 

@@ -27,6 +27,13 @@ DRAWS_OUTSIDE = "draws random numbers outside torch"
 """The reason for keeping a module whole that draws by NumPy or Python."""
 
 
+TRUTH = torch.ops.aten._assert_scalar.default
+"""The check of a tensor's truth, which a graph reads by `item`: torch compiles and exports that."""
+
+CHECKS = (torch._assert, TRUTH)
+"""The targets of steps and nodes that check something, of sizes and of tensors."""
+
+
 @dataclass(frozen=True)
 class Scope:
     """One call of a module.

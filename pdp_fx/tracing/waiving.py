@@ -85,7 +85,7 @@ class _Past(Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
-        except AssertionError:
+        except (AssertionError, RuntimeError):
             if n.meta.get(DECIDES) in (None, How.MADE_PLAIN.value):
                 raise
             self.failed.add(n)

@@ -22,7 +22,7 @@ from pdp_fx.tracing.blocks import MAY_WAIT
 from pdp_fx.tracing.flags import ONE_MODE
 from pdp_fx.tracing.modes import When
 from pdp_fx.tracing.objects import MethodOf
-from pdp_fx.tracing.steps import Step, Whole
+from pdp_fx.tracing.steps import CHECKS, TRUTH, Step, Whole
 
 _DRAWS_IN_TRAINING = (_DropoutNd, nn.RNNBase, nn.RReLU, nn.MultiheadAttention)
 _ALWAYS_DRAWS = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -30,7 +30,7 @@ _CHANGES_STATE = (
     torch._C._set_grad_enabled,
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
-    torch._assert,
+    *CHECKS,
 )
 
 DECIDES = "decides"
@@ -82,6 +82,9 @@ class Writer:
     def step(self, step: Step, args: Any, kwargs: Any, gate: Gate | None = None) -> fx.Node:
         """Write a step; with a gate it is called only if the gate's condition holds."""
         target = self._method(step.target) if isinstance(step.target, Whole) else step.target
+        if target is TRUTH:
+            asked = ("call_method", "item", args[:1], {})
+            args = (self._node(*asked) if gate is None else self._gated(*asked, gate), *args[1:])
         if gate is None:
             node = self._node(step.op, target, args, kwargs)
             self._reach_after(node)

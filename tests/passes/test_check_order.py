@@ -55,6 +55,7 @@ class MultiQuery(nn.Module):
         return self.out(found.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="channels meet as before in its attention")
 def test_heads_with_one_channel_for_queries_and_several_for_values_are_judged_in_float64() -> None:
     torch.manual_seed(1)
     model, x = MultiQuery(), torch.randn(2, 5, 8)

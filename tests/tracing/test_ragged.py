@@ -135,7 +135,7 @@ def test_sizes_of_others_stay_known_where_rows_are_written_into_them_or_multiply
     words[0, 4] = 0
     more = torch.cat([patches, patches[:1]])
     assert gm(words, more, counts + torch.tensor([1, 0])).shape == (2, 5, 3)
-    with pytest.raises(AssertionError, match="the check at nets_pictures"):
+    with pytest.raises(RuntimeError, match="the check at nets_pictures"):
         gm(words, patches, counts)
 
 
