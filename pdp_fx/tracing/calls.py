@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdp_fx.tracing.arguments import leaves
+from pdp_fx.tracing.arguments import all_values, leaves
 from pdp_fx.tracing.leaves import has_backward_hooks, is_whole
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step, structure_of
@@ -198,7 +198,8 @@ def _whole(
     if step.reason:
         recorder.watch.allow_drawn()
     # What a part that is kept whole has seen of sizes that depend on numbers, it has seen of numbers.
-    if recorder.watch.read_numbers or (step.reason and recorder.watch.ragged):
+    ragged = recorder.watch.ragged or any(map(is_ragged, all_values((step.args, step.kwargs))))
+    if recorder.watch.read_numbers or (step.reason and ragged):
         step.reads_numbers = bool(step.reason)
         _check_numbers(step, result)
         if step.reason and given != plain_leaves((args, kwargs)):

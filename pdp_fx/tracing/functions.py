@@ -75,6 +75,7 @@ _SIZED_BY_FIRST = frozenset(
     "slice_scatter diagonal_scatter to type_as".split()
 )
 _SIZED_BY_TWO = frozenset("masked_fill masked_scatter".split())
+_SIZED_BY_REST = frozenset("new_zeros new_ones new_full new_empty".split())
 _BROADCASTS = frozenset(
     "add sub mul div truediv floordiv mod pow maximum minimum where eq ne lt le gt ge and or xor "
     "radd rsub rmul rdiv rtruediv logical_and logical_or logical_xor "
@@ -145,6 +146,8 @@ def keeps_size(name: str) -> bool:
 
 def sizing(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The operands that alone decide the size of the result of a method of this name; None if all may."""
+    if name in _SIZED_BY_REST:
+        return args[1:] or None
     count = 1 if name in _SIZED_BY_FIRST else 2 if name in _SIZED_BY_TWO else len(args) + 1
     return args[:count] if len(args) >= count else None
 

@@ -1,5 +1,7 @@
 """Sizes that depend on the numbers in a tensor: how many edges are no loops, how many rows are positive."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -103,6 +105,73 @@ def test_what_only_computes_with_such_sizes_is_looked_into() -> None:
 def test_what_does_something_else_with_one_stays_whole(kind: str, reason: str) -> None:
     gm = exact(Around(Picks(kind)), *(torch.randn(6, 4) for _ in range(6)))
     assert reason in opaque(gm)["inner"]
+
+
+def in_a_list(rows: Tensor) -> list[int]:
+    return [rows.size(0)] if rows.size(0) > 0 else [1]
+
+
+def appended(rows: Tensor) -> list[int]:
+    found: list[int] = []
+    _append(found, rows)
+    return found
+
+
+def _append(found: list[int], rows: Tensor) -> None:
+    found.append(rows.size(0) if rows.size(0) > 0 else 1)
+
+
+class Counts(nn.Module):
+    """Decides by such a size, in a method, and divides by what that returns."""
+
+    def __init__(self, count: Callable[[Tensor], list[int]]) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), count
+
+    def counted(self, rows: Tensor) -> list[int]:
+        return self.count(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x[x[:, 0] > 0])
+        return rows.sum(0) / self.counted(rows)[0]
+
+
+@pytest.mark.parametrize("count", [in_a_list, appended])
+def test_one_that_comes_out_of_what_decides_by_it_is_no_constant(count: Callable[..., list[int]]) -> None:
+    torch.manual_seed(0)
+    model, signs = Counts(count), torch.tensor([[1.0], [-1.0], [1.0], [1.0]])
+    others = signs.flip(0) * torch.rand(4, 4), torch.rand(4, 4)
+    gm = exact(Around(model), signs * torch.rand(4, 4), *others)
+    assert "gets a number from inner.counted" in opaque(gm)["inner"]
+
+
+class ScattersRows(nn.Module):
+    """Adds messages up in a new tensor of their kind, whose size is that of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        edges = edges[:, edges[0] != edges[1]]
+        told = self.linear(x)[edges[0]]
+        sizes: list[int | None] = [None]
+        for rows in (told.new_zeros(x.shape[0], 4).index_add_(0, edges[1], told), x):
+            self.note(sizes, rows)
+        return rows.new_zeros(x.shape[0], 4).index_add(0, edges[1], told)
+
+    def note(self, sizes: list[int | None], rows: Tensor) -> None:
+        if sizes[0] is None:
+            sizes[0] = rows.shape[0]
+        elif sizes[0] != rows.shape[0]:
+            raise ValueError("as many as before")
+
+
+def test_what_is_made_of_a_given_size_has_that() -> None:
+    gm = exact(
+        ScattersRows(), (torch.randn(4, 4), EDGES), (torch.randn(4, 4), FEWER), (torch.randn(7, 4), EDGES)
+    )
+    assert not opaque(gm)
 
 
 def by_rows(model: "Hands", x: Tensor) -> Tensor:
