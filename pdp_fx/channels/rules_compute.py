@@ -238,17 +238,30 @@ def sparse_addmm(call: Call, flow: LabelFlow) -> None:
 def _multiply(call: Call, operands: tuple[Tensor, Tensor], added: Tensor | None, flow: LabelFlow) -> None:
     """Contract the columns of the left operand with the rows of the right one."""
     left, right = operands
-    for operand in operands:
-        keep_others(operand, flow, BETWEEN)
-    read, columns = axis_layer(left, 1, flow), axis_layer(right, 0, flow)
+    given, weights = _contracted(left, 1, flow), _contracted(right, 0, flow)
+    read, columns = along(given, 1), along(weights, 0)
     count_product(left, right, (read, columns), flow)
     consume(read, columns, flow)
-    rows, made = axis_layer(left, 0, flow), axis_layer(right, 1, flow)
+    rows, made = along(given, 0), along(weights, 1)
     if rows is not None:
         flow.produce(rows, left, right)
     if made is not None:
         flow.produce(made, right, left)
     put_sum([layer for layer in (rows, made) if layer is not None], added, call, flow)
+
+
+def _contracted(operand: Tensor, axis: int, flow: LabelFlow) -> list[Layer]:
+    """The layers of an operand; of one that lies along both axes what is left along the contracted one.
+
+    A weight's are frozen. Other operands may be views, such as tokens of which each has the same channels.
+    """
+    if operand in flow.stored:
+        keep_others(operand, flow, BETWEEN)
+        return list(flow.layers(operand))
+    layers = list(flow.layers(operand))
+    wide = [layer for layer in layers if len(layer.support) > 1]
+    left = flow.all_without(wide, frozenset({1 - axis}), BETWEEN)
+    return left + [layer for layer in layers if len(layer.support) < 2]
 
 
 def count_product(

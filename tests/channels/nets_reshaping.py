@@ -292,7 +292,32 @@ class TimeDistributed(nn.Module):
         return self.head(F.relu(self.conv(x)).transpose(1, 2).reshape(b * t, -1)).view(b, t, 5)
 
 
+class TokensOfOneLayer(nn.Module):
+    """What one layer makes is taken for four tokens, all of which another reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Linear(6, 32), nn.Linear(8, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = F.relu(self.stem(x)).view(-1, 4, 8)
+        return self.head(F.relu(self.mid(tokens)))
+
+
+class PixelsOfAnotherOrder(TokensOfOneLayer):
+    """Channels that are taken for tokens in the wrong order, so that all of them go together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.mid(F.relu(self.stem(x)).reshape(x.shape[0], -1, 8))))
+
+
 RESHAPING = (
+    Construct(TokensOfOneLayer, vectors(), removed=18),
+    Construct(PixelsOfAnotherOrder, images(size=5), removed=2, reason="all of these channels go together"),
     Construct(Flatten, images(), removed=4),
     Construct(FlattenNhwc, images(), removed=4),
     Construct(FlattenConstant, images(), removed=7),
