@@ -71,7 +71,7 @@ def _past_checks(failed: set[fx.Node]) -> Runner:
 def _is_number(node: fx.Node) -> bool:
     """Whether a node only computes a number from sizes, so that it can go once it has no users."""
     if node.op == "call_method":
-        return node.target in LAYOUT
+        return node.target in LAYOUT or node.target == "item"
     return getattr(node.target, "__module__", "") in NUMBER_HOMES and not acts_in_place(node)
 
 
