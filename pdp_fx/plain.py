@@ -9,6 +9,7 @@ this package. Every graph module has a class of its own anyway, which is where t
 
 from __future__ import annotations
 
+import importlib
 import operator
 import pickle
 import pkgutil
@@ -34,6 +35,7 @@ from pdp_fx.tracing.objects import (
     MethodOf,
     join_methods,
 )
+from pdp_fx.tracing.skipping import kept_unless
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
@@ -74,9 +76,17 @@ def _write_plainly(gm: fx.GraphModule, node: fx.Node, places: Mapping[str, str])
             _make_object(node, node.target)
     elif isinstance(node.target, DrawNumber):
         with node.graph.inserting_before(node):
-            number = node.graph.call_function(node.target.function, node.args)
+            # A function of Python's generator itself would be pickled with the state of that.
+            home = node.graph.call_function(importlib.import_module, (node.target.home,))
+            number = node.graph.call_method(node.target.name, (home, *node.args))
         node.target, node.args = torch.tensor, (number,)
         node.kwargs = {"dtype": torch.float64, "device": "cpu"}
+    elif node.target is kept_unless:
+        skipped, instead, made = node.args
+        with node.graph.inserting_before(node):
+            asked = node.graph.call_function(bool, (skipped,))
+        ways: Any = {True: instead, False: made}
+        node.target, node.args = operator.getitem, (ways, asked)
     elif isinstance(node.target, Fill):
         with node.graph.inserting_before(node):
             _fill_record(node, node.target)

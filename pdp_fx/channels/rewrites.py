@@ -423,7 +423,7 @@ RESIZERS: dict[Any, Rewrite] = {
     "squeeze_": _SQUEEZE, "repeat": _REPEAT, "tile": _REPEAT, torch.tile: _REPEAT,
     "repeat_interleave": _INTERLEAVE, torch.repeat_interleave: _INTERLEAVE,
     torch.tensor: _NUMBER, torch.as_tensor: _NUMBER, torch.scalar_tensor: _NUMBER, "new_tensor": _NUMBER,
-    torch.arange: _CONSTANT, torch.linspace: _CONSTANT, torch.logspace: _CONSTANT,
+    torch.arange: _CONSTANT, torch.linspace: _CONSTANT, torch.logspace: _CONSTANT, torch.eye: _CONSTANT,
 }  # fmt: skip
 """The rewrites of functions and methods that have sizes or positions among their arguments."""
 

@@ -160,13 +160,17 @@ def _given_up(
 ) -> frozenset[int]:
     """The axes of a layer along which it gives way to layers that lie along a ``single`` axis.
 
-    None if nothing can be dropped along its outermost axis, or if it meets none of those inside that.
+    None if nothing can be dropped along its outermost axis, or if it meets none of those. Layers that meet
+    its outermost axis only, such as a scale for each head, give way to it if that axis is not followed.
     """
     outer = min(layer.support, default=0)
     shared = (layer.support - {outer}) & single
-    if outer in blocked or not shared:
+    if outer in blocked or len(layer.support) < 2 or not layer.support & single:
         return frozenset()
-    return layer.support - {max(shared)} if flow.takes_inner(layer.ids) else shared
+    inner = flow.takes_inner(layer.ids)
+    if not shared:
+        return frozenset({outer}) if inner else frozenset()
+    return layer.support - {max(shared)} if inner else shared
 
 
 Member = tuple[int, Layer]

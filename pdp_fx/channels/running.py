@@ -21,6 +21,7 @@ from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import called_module, function_of
 from pdp_fx.tracing.objects import AsSubclass, DrawNumber, MethodOf
 from pdp_fx.tracing.restoring import blocks_ended
+from pdp_fx.tracing.skipping import kept_unless
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
 from pdp_fx.tracing.unfused import unfused_attention, unfused_recurrence
 from pdp_fx.tracing.writer import REPAIRS
@@ -72,6 +73,8 @@ class _FlowInterpreter(Interpreter):
                 result = super().run_node(node)
             pool_regions(self.flow, *self.fetch_args_kwargs_from_env(node), result)
             return result
+        if node.target is kept_unless:
+            return self.run_choice(node)
         if isinstance(function_of(node), AsSubclass):
             return self.run_subclassed(node)
         if is_opaque(self.module, node):
@@ -121,6 +124,18 @@ class _FlowInterpreter(Interpreter):
         # What happens in training only is given nothing here.
         for other in given[1:]:
             torch.eq(given[0], other)
+
+    def run_choice(self, node: fx.Node) -> Any:
+        """Run a choice; what eval mode chooses at random, too, has the same channels in both ways."""
+        (skipped, instead, made), _ = self.fetch_args_kwargs_from_env(node)
+        if not isinstance(skipped, Tensor) or not isinstance(made, Tensor):
+            return super().run_node(node)
+        if isinstance(instead, Tensor) and (instead.shape, instead.dtype) == (made.shape, made.dtype):
+            return torch.where(skipped.reshape(()), instead, made)
+        self.flow.freeze_all(
+            [each for each in (instead, made) if isinstance(each, Tensor)], "they are chosen at random"
+        )
+        return super().run_node(node)
 
     def run_subclassed(self, node: fx.Node) -> Any:
         """Run a node that makes a tensor one of a subclass, whose operations need not be those of torch."""

@@ -92,7 +92,7 @@ def align(
     """Pair the steps of two recordings of one model; ``alike`` as in `Alignment`."""
     left, right = in_eval.steps, in_train.steps
     pairs: list[Pair] = []
-    for tag, i, i_end, j, j_end in _opcodes(list(map(kind_of_step, left)), list(map(kind_of_step, right))):
+    for tag, i, i_end, j, j_end in opcodes(list(map(kind_of_step, left)), list(map(kind_of_step, right))):
         if tag == "equal":
             pairs += [Pair(a, b) for a, b in zip(left[i:i_end], right[j:j_end], strict=True)]
             continue
@@ -101,7 +101,8 @@ def align(
     return Alignment(in_eval, in_train, tuple(pairs), alike)
 
 
-def _opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> Sequence[tuple[str, int, int, int, int]]:
+def opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> Sequence[tuple[str, int, int, int, int]]:
+    """How one sequence becomes another, as `difflib.SequenceMatcher.get_opcodes` says it."""
     if left == right:
         return [("equal", 0, len(left), 0, len(right))]
     return SequenceMatcher(None, left, right, autojunk=False).get_opcodes()

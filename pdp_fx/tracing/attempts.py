@@ -16,9 +16,9 @@ from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.selecting import note_idle, selects_alike
 from pdp_fx.tracing.sizes import Decoy
-from pdp_fx.tracing.skipping import Answers, chooses_alike, with_choices
+from pdp_fx.tracing.skipping import Answers, act_outside, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Emptied, Recording, UnrecordableError, Whole
+from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Emptied, Recording, Step, UnrecordableError, Whole
 
 _log = logging.getLogger(__name__)
 
@@ -98,10 +98,7 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
 
 
 def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording | None:
-    """One mode recorded; None if a branch that is recorded both ways does more than its kind may.
-
-    Only training may skip steps at random; in eval mode a branch on random numbers must decide nothing.
-    """
+    """One mode recorded; None if a branch that is recorded both ways does more than its kind may."""
 
     def again(answers: Answers | None) -> Recording:
         return forgetting(
@@ -119,9 +116,22 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
     except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
         _log.info("fails where branches are not taken: %s", err)
         return None
-    found = with_choices(recording, again) if recording.draws else recording
-    skips = found is not None and any(step.skipped for step in found.steps)
-    return None if skips and not training else found
+    if not recording.draws:
+        return recording
+    found = with_choices(recording, again, findings.recording(False) if training else None)
+    if found is not None and not training and _choose_among_acts(found):
+        # A converted model computes both ways, and picks one.
+        _log.info("what eval mode leaves out at random has effects of its own")
+        return None
+    return found
+
+
+def _choose_among_acts(recording: Recording) -> bool:
+    """Whether a random number decides if something is done that more than makes values."""
+    ways: dict[int, list[Step]] = {}
+    for step in recording.steps:
+        ways.setdefault(step.skipped, []).append(step)
+    return any(number and act_outside(steps) for number, steps in ways.items())
 
 
 def recorded_again(

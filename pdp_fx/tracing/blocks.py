@@ -21,7 +21,8 @@ from pdp_fx.tracing.restoring import changed_settings
 from pdp_fx.tracing.skipping import kept_unless
 
 SKIPPED = "skipped"
-"""The entry of a node's `meta` with the number, from 1, of the branch that may skip it."""
+"""The entry of a node's `meta` with the number, from 1, of the choice that may skip it; negative if it runs
+only where others are skipped."""
 
 MAY_WAIT = "may wait"
 """The entry of a node's `meta` that says it need not run where nothing reads its result."""
@@ -47,7 +48,8 @@ def gather_blocks(graph: fx.Graph) -> list[Block]:
     for node in graph.nodes:
         if node.target is kept_unless:
             choices.setdefault(node.meta[SKIPPED], []).append(node)
-    skipped = [block for number, ends in choices.items() if (block := _gathered(graph, number, ends)).inside]
+    ways = ((sign * number, ends) for number, ends in choices.items() for sign in (1, -1))
+    skipped = [block for number, ends in ways if (block := _gathered(graph, number, ends)).inside]
     inside = {node for block in skipped for node in block.inside}
     borders = {node for span in changed_settings(graph) for node in span}
     return skipped + list(_blocks_of_modes(graph, inside | borders))
@@ -74,13 +76,15 @@ def in_blocks(graph: fx.Graph, blocks: Sequence[Block]) -> Callable[[list[str]],
 
 
 def _gathered(graph: fx.Graph, number: int, ends: list[fx.Node]) -> Block:
-    """The block of a branch, from the choices that it ends with."""
+    """The block of one way of a branch, from the choices that it ends with."""
     flag = cast(fx.Node, ends[0].args[0])
-    made = {cast(fx.Node, end.args[2]) for end in ends}
-    others = {node for end in ends for node in end.all_input_nodes} - made
+    chosen = 2 if number > 0 else 1
     nodes, inside = list(graph.nodes), set[fx.Node]()
     places = [place for place, node in enumerate(nodes) if node.meta.get(SKIPPED) == number]
     between = nodes[places[0] : nodes.index(ends[0])] if places else []
+    given = [dict(enumerate(cast(tuple[fx.Node, ...], end.args))) for end in ends]
+    made = {values.pop(chosen) for values in given}
+    others = {value for values in given for value in values.values()}
     for node in reversed(between):
         needed = bool(node.users) and inside.issuperset(node.users.keys() - set(ends))
         changes = not node.users and node.meta.get(SKIPPED) == number
@@ -89,7 +93,8 @@ def _gathered(graph: fx.Graph, number: int, ends: list[fx.Node]) -> Block:
     members = [node for node in between if node in inside]
     for node in members:
         ends[0].prepend(node)
-    return Block(f"not {flag!r}", members, [node for node in members if node in made])
+    condition = f"not {flag!r}" if number > 0 else repr(flag)
+    return Block(condition, members, [node for node in members if node in made])
 
 
 _Mode = tuple[str, bool]

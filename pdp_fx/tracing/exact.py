@@ -113,12 +113,14 @@ def _check_other_draws(
     Raises:
         InexactError: the graph and the model differ.
     """
-    skips = any(step.skipped for step in recordings.alignment.in_train.steps)
-    for seed in range(TRIALS) if skips else ():
-        wanted = run(model, example, True, seeded(seed))
-        difference = wanted.difference(run(gm, example, True, seeded(seed), model))
-        if difference:
-            raise InexactError(type(model).__name__, f"it {difference}")
+    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
+    for training, recording in by_mode.items():
+        skips = any(step.skipped for step in recording.steps)
+        for seed in range(TRIALS) if skips else ():
+            wanted = run(model, example, training, seeded(seed))
+            difference = wanted.difference(run(gm, example, training, seeded(seed), model))
+            if difference:
+                raise InexactError(type(model).__name__, f"it {difference} in {MODES[training]} mode")
 
 
 def _check_other_settings(

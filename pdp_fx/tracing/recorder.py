@@ -136,6 +136,8 @@ class Recorder:
             raise UnrecordableError("hooks the gradient of a tensor")
         args, kwargs = functions.first_by_position(function, args, functions.in_own_names(function, kwargs))
         kwargs = functions.without_hints(name, args, kwargs)
+        if name == "item" and self.goes_both_ways and is_drawn(self.arguments.encode(args[0])):
+            return self._drawn_number(args[0])
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._by_tensors(args[1]), *args[2:])
         elif name == "new" and len(args) == 2 and isinstance(args[1], torch.Size):
@@ -165,6 +167,11 @@ class Recorder:
         if not has_tensors(result) and not changed:
             return self._number(name, result, step)
         return self.commit(step, result, changed)
+
+    def _drawn_number(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A random number read from a tensor, as a tensor that compares and computes as the number does."""
+        number = self.function(torch.Tensor.reshape, (tensor, ()), {})
+        return self.function(torch.Tensor.double, (number,), {}) if number.is_floating_point() else number
 
     def _keep_told(self, told: Sequence[Any]) -> None:
         """Refuse what numbers say that are read from tensors.
@@ -363,13 +370,13 @@ class Recorder:
         repairs = frame is not None and asks_finite(value) and only_assigns(frame)
         if not repairs and not is_drawn(value):
             return None
-        known = next((number for number, draw in enumerate(self.draws) if draw.value is value), None)
-        if known is None:
-            known = len(self.draws)
-            if known == MOST_DRAWS:
-                return None
-            self.draws.append(Draw(value, len(self.steps), self.scope, source_line(), repairs))
-        return self._answers(known)
+        if len(self.draws) == MOST_DRAWS:
+            return None
+        number = next((draw.number for draw in self.draws if draw.value is value), None)
+        if number is None:
+            number = 1 + max((draw.number for draw in self.draws), default=-1)
+        self.draws.append(Draw(value, number, len(self.steps), self.scope, source_line(), repairs))
+        return self._answers(number)
 
     def selected(self, mask: Step | None) -> bool | None:
         """Whether to go on as if a mask selected any, at a branch on it; None if it is not followed."""

@@ -1,44 +1,44 @@
-"""Layers that a model skips at random while it trains (LayerDrop), as choices in a graph.
+"""What a model does or leaves out at random, such as layers (LayerDrop), as choices in a graph.
 
 A branch on random numbers alone depends on no data, so both of its ways can be recorded. The way with more
-steps is the one that the graph is flat for. Where the other way leaves steps out and goes on with another
-value, `kept_unless` chooses between the two; the code of the graph runs the steps only if they are needed
-(`pdp_fx.tracing.blocks`).
+steps is the one that the graph is flat for. Where the other way leaves steps out, or has others in their
+place, and goes on with another value, `kept_unless` chooses between the two; the code of the graph runs the
+steps only if they are needed (`pdp_fx.tracing.blocks`).
 
 A branch that replaces numbers which are not finite, as detection transformers have it, is recorded both ways,
 too. There `torch.where` chooses: what the branch computes is cheap, and no number is read out of a tensor.
 """
 
 import logging
-import random
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from pdp_fx.tracing.align import Alignment, kind_of_step
+from pdp_fx.tracing.align import Alignment, kind_of_step, opcodes
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.objects import DrawNumber
 from pdp_fx.tracing.steps import (
     CHECKS,
     DRAWS_OUTSIDE,
     Constant,
+    Draw,
     Expr,
     Recording,
     Step,
     Value,
     identity,
     is_data,
+    root,
 )
 
 _log = logging.getLogger(__name__)
 
-TRIED = 2
-"""How many sets of half of the branches are recorded to see that branches do not depend on each other."""
-
 Answers = Callable[[int], bool]
-"""Which way to go at each branch on random numbers, by its number in the run."""
+"""Which way to go at branches on a random number, by the number of that in the run."""
 
 
 def kept_unless(skipped: bool, instead: Any, made: Any) -> Any:
@@ -46,42 +46,68 @@ def kept_unless(skipped: bool, instead: Any, made: Any) -> Any:
     return instead if skipped else made
 
 
-def with_choices(base: Recording, again: Callable[[Answers], Recording]) -> Recording | None:
+def with_choices(
+    base: Recording, again: Callable[[Answers], Recording], in_eval: Recording | None
+) -> Recording | None:
     """The recording of a model that branches on random numbers, with both ways of each branch.
 
-    The other way is recorded for every second branch at once, so that the value which goes on in the place
-    of skipped steps is seen by a step that is not skipped.
+    The other way is recorded for every second number at once, so that the value which goes on in the place
+    of skipped steps is seen by a step that is not skipped. Further recordings show of every two numbers
+    whether what one chooses depends on the other.
 
     Args:
         base: a recording that answers False at each branch.
         again: records once more, with other answers.
+        in_eval: the recording of eval mode, if ``base`` is that of training.
 
     Returns:
-        The recording; None if a branch does more than to leave steps out, or if what one leaves out depends
-        on what another does.
+        The recording; None if a branch does more than to leave steps out or to replace them, or if what one
+        does depends on what another does.
     """
     try:
         other = again(lambda _: True)
-        both = enumerate(zip(_segments(base)[1:], _segments(other)[1:], strict=False))
-        longer = frozenset(draw for draw, (steps, others) in both if len(others) > len(steps))
-        made = {frozenset[int](): base, frozenset(range(len(base.draws))): other}
+        count = 1 + max(draw.number for draw in base.draws)
+        made = {frozenset[int](): base, frozenset(range(count)): other}
 
         def taking(taken: frozenset[int]) -> Recording:
             if taken not in made:
                 made[taken] = again(lambda draw: draw in taken)
             return made[taken]
 
+        longer = _taken_in_full(base, other, in_eval)
         full = taking(longer)
-        draws = range(len(full.draws))
-        turns = [frozenset(draws[start::2]) for start in (0, 1)]
-        drawn = random.Random(0)
-        further = [frozenset(draws), *(frozenset(drawn.sample(draws, len(draws) // 2)) for _ in range(TRIED))]
-        recorded = {turn: taking(longer ^ turn) for turn in {*turns, *further} if turn}
+        turns = [
+            frozenset(number for number in range(count) if number >> bit & 1 == side)
+            for bit in range(max(1, (count - 1).bit_length()))
+            for side in (0, 1)
+        ]
+        recorded = {turn: taking(longer ^ turn) for turn in (*turns, frozenset(range(count))) if turn}
         merge = _Merge(full, longer)
-        return merge.merged([(turn, recorded[turn]) for turn in turns if turn], list(recorded.items()))
+        return merge.merged([(turn, recorded[turn]) for turn in turns[:2] if turn], list(recorded.items()))
     except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
         _log.info("branches on random numbers are not followed: %s", err)
         return None
+
+
+def _taken_in_full(base: Recording, other: Recording, in_eval: Recording | None) -> frozenset[int]:
+    """The numbers at which the full recording answers True; ``base`` does so nowhere, ``other`` everywhere.
+
+    It goes the way that eval mode goes, if eval mode has all that one of the ways has more, else the longer.
+    """
+    ways: dict[int, tuple[Counter[Hashable], Counter[Hashable]]] = {}
+    for draw, *segments in zip(base.draws, *(_segments(each)[1:] for each in (base, other)), strict=False):
+        counters = ways.setdefault(draw.number, (Counter(), Counter()))
+        for counter, steps in zip(counters, segments, strict=True):
+            counter.update(_kinds(steps))
+    known = frozenset(map(kind_of_step, in_eval.steps)) if in_eval is not None else frozenset[Hashable]()
+    taken = set[int]()
+    for number, (refused, accepted) in ways.items():
+        more, more_accepted = refused - accepted, accepted - refused
+        in_refused, in_accepted = known.issuperset(more), known.issuperset(more_accepted)
+        longer = more_accepted.total() > more.total()
+        if in_accepted if more and more_accepted and in_refused != in_accepted else longer:
+            taken.add(number)
+    return frozenset(taken)
 
 
 def is_drawn(value: Any) -> bool:
@@ -137,22 +163,54 @@ def _asks_kind(value: Any) -> bool:
 
 
 def chooses_alike(alignment: Alignment) -> bool:
-    """Whether eval mode makes by the same steps what training may skip, and uses no more of them."""
-    trained = {pair.in_eval: pair.in_train for pair in alignment.pairs if pair.in_eval is not None}
-    choices = [step for step in alignment.in_train.steps if step.target is kept_unless]
-    made = {choice.args[2] for choice in choices}
-    if not made.issubset(trained.values()):
+    """Whether the choices of training fit what eval mode does.
+
+    What eval mode chooses, too, must be chosen of the same steps. Of what only training chooses, eval mode
+    may make the steps that are not skipped, and use no more of them than their choices; or none of them.
+    """
+    shared, trained = dict[int, int](), dict[Step, Step | None]()
+    for pair in alignment.pairs:
+        if pair.in_eval is not None:
+            trained[pair.in_eval] = pair.in_train
+            if pair.in_train is not None and pair.in_eval.target is kept_unless:
+                shared[pair.in_train.skipped] = pair.in_eval.skipped
+    in_both = frozenset(shared) | frozenset(-number for number in shared)
+    for pair in alignment.pairs:
+        in_train, in_eval = (0 if step is None else step.skipped for step in (pair.in_train, pair.in_eval))
+        differ = shared.get(abs(in_train)) != abs(in_eval) or in_train * in_eval < 0
+        if (in_eval or in_train in in_both) and differ:
+            return False
+    chosen = [
+        step
+        for step in alignment.in_train.steps
+        if step.target is kept_unless and step.skipped not in in_both
+    ]
+    made = {choice.args[2] for choice in chosen}
+    run_in_eval = {step.skipped for step in trained.values() if step is not None}
+    if any(choice.args[2] not in trained.values() and choice.skipped in run_in_eval for choice in chosen):
         return False
 
     def leaks(tree: Any, number: int) -> bool:
         read = (trained.get(step) for step in _steps_in(tree))
-        return any(step is not None and step.skipped not in (0, number) and step not in made for step in read)
+        return any(
+            step is not None and step.skipped not in (0, number, *in_both) and step not in made
+            for step in read
+        )
 
     for step, counterpart in trained.items():
         number = 0 if counterpart is None else counterpart.skipped
         if leaks((step.args, step.kwargs), number):
             return False
     return not leaks(alignment.in_eval.output, 0)
+
+
+def act_outside(steps: Iterable[Step]) -> bool:
+    """Whether steps do, or may do, more than to make values: they draw, or change what others have made."""
+    own = set(steps)
+    changed = (root(value) for step in own for value in step.changes)
+    return any(step.random or step.updates or step.reason for step in own) or any(
+        maker not in own for maker in changed
+    )
 
 
 class _DiffersError(Exception):
@@ -165,10 +223,24 @@ _Other = tuple[frozenset[int], Recording]
 
 @dataclass
 class _Region:
-    """The steps that one branch may leave out, and the choices of what goes on, by the steps that make it."""
+    """Steps that a branch may leave out, and what happens then.
 
-    steps: list[Step]
+    Attributes:
+        draw: the branch.
+        steps: what is left out, with the checks of it.
+        instead: what runs in the place of that.
+        choices: the choices of what goes on, by the steps that make it.
+    """
+
+    draw: Draw
+    steps: list[Step] = field(default_factory=list[Step])
+    instead: list[Step] = field(default_factory=list[Step])
     choices: dict[Step, Step] = field(default_factory=dict[Step, Step])
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether the steps do more than to make values."""
+        return act_outside(self.steps) or act_outside(self.instead)
 
 
 class _Merge:
@@ -176,17 +248,18 @@ class _Merge:
 
     Args:
         full: the recording with all steps; its steps are changed.
-        taken: the branches at which it answers True.
+        taken: the random numbers at which it answers True.
     """
 
     def __init__(self, full: Recording, taken: Container[int]) -> None:
         self.full = full
         self.taken = taken
-        self.regions: dict[int, _Region] = {}
-        self._region_of: dict[Step, int] = {}
+        self.regions: list[_Region] = []
+        self._region_of: dict[Step, _Region] = {}
+        self._other_way: dict[int, list[Step]] = {}
 
     def merged(self, others: Sequence[_Other], further: Sequence[_Other]) -> Recording:
-        """The full recording with choices, from recordings that take the other way at the given branches.
+        """The full recording with choices, from recordings that take the other way at the given numbers.
 
         Args:
             others: recordings that show what each branch leaves out.
@@ -198,145 +271,216 @@ class _Merge:
         for other, pairs in paired:
             for made, instead in self._compared(frozenset(), other, pairs):
                 self._choose(made, _translated(instead, pairs))
-        if not all(region.choices for region in self.regions.values()):
-            raise _DiffersError("what is left out has effects of its own")
+        self._drop_useless()
+        for number, region in enumerate(self.regions, 1):
+            self._mark(region, number)
         for turn, other in further:
             self._check(turn, other)
         return self._rewritten()
 
+    def _drop_useless(self) -> None:
+        """Run the steps of regions that nothing is chosen of always; nobody needs them."""
+        for region in self.regions:
+            if not region.choices and region.has_effects:
+                raise _DiffersError("what is left out has effects of its own")
+        self.regions = [region for region in self.regions if region.choices]
+        used = {id(region) for region in self.regions}
+        self._region_of = {step: each for step, each in self._region_of.items() if id(each) in used}
+
+    def _mark(self, region: _Region, number: int) -> None:
+        """Add the checks of what a region makes to it, and note in its steps and choices its number."""
+        own, repairs = set(region.steps), region.draw.repairs
+        start, stop = (self.full.steps.index(region.steps[place]) for place in (0, -1))
+        region.steps = [
+            step
+            for step in self.full.steps[start : stop + 1]
+            if step in own or (step.target in CHECKS and not own.isdisjoint(_steps_in(step.args)))
+        ]
+        if repairs and (region.instead or region.has_effects):
+            raise _DiffersError("what is left out has effects of its own")
+        for steps, sign in ((region.steps, 1), (region.instead, -1), (region.choices.values(), 1)):
+            for step in steps:
+                step.skipped, step.repairs = 0 if repairs else sign * number, repairs
+        region.choices = {made: region.choices[made] for made in region.steps if made in region.choices}
+        for choice in region.choices.values():
+            # Without it the code of the graph would not skip what is done besides.
+            choice.observed = region.has_effects
+        self._region_of |= dict.fromkeys(region.steps, region)
+        if repairs:
+            _note_asking(region.draw.value)
+
     def _check(self, turn: frozenset[int], other: Recording) -> None:
-        """Check that a recording which takes the other way at some branches does what the choices say."""
+        """Check that a recording which takes the other way at some numbers does what the choices say."""
         pairs = self._paired(turn, other)
         if any(True for _ in self._compared(turn, other, pairs)):
             raise _DiffersError("what one branch leaves out depends on another")
         made = {
             identity(self._chosen(step.args[0], turn))
             for step in self.full.steps
-            if step.target in CHECKS and self._region_of.get(step) not in turn
+            if step.target in CHECKS and not self._is_left_out(step, turn)
         }
         checks = (step.args[0] for step in other.steps if step.target in CHECKS)
         if not made.issuperset(identity(_translated(check, pairs)) for check in checks):
             raise _DiffersError("a check is left out that others rely on")
 
+    def _is_left_out(self, step: Step, turn: frozenset[int]) -> bool:
+        region = self._region_of.get(step)
+        return region is not None and region.draw.number in turn
+
     def _compared(
         self, turn: frozenset[int], other: Recording, pairs: Mapping[Step, Step]
     ) -> Iterator[tuple[Any, Any]]:
-        """The differences from a recording, if these branches leave their steps out."""
+        """The differences from a recording, if the branches on these numbers leave their steps out."""
         found = [(step.args, step.kwargs, step.changes) for step in pairs]
         mine = [(step.args, step.kwargs, step.changes) for step in pairs.values()]
         return differences(self._chosen((mine, self.full.output), turn), (found, other.output), pairs)
 
     def _chosen(self, tree: Any, turn: frozenset[int]) -> Any:
-        """Arguments as they are if these branches leave their steps out."""
+        """Arguments as they are if the branches on these numbers leave their steps out."""
         if isinstance(tree, Step):
-            number = self._region_of.get(tree)
-            choice = self.regions[number].choices.get(tree) if number is not None and number in turn else None
+            region = self._region_of.get(tree) if self._is_left_out(tree, turn) else None
+            choice = None if region is None else region.choices.get(tree)
             return tree if choice is None else self._chosen(choice.args[1], turn)
         return _mapped(lambda part: self._chosen(part, turn), tree)
 
     def _paired(self, turn: frozenset[int], other: Recording) -> dict[Step, Step]:
-        """The steps of the other recording with their counterparts; those without become regions."""
+        """The steps of another recording with their counterparts; those without are put into regions."""
         mine, theirs = _segments(self.full), _segments(other)
         if len(mine) != len(theirs):
             raise _DiffersError("more differs than what is left out")
         pairs: dict[Step, Step] = {}
-        for number, (full, less) in enumerate(zip(mine, theirs, strict=True)):
-            skipped = len(full) - len(less) if number - 1 in turn else 0
-            kept = full[skipped:] if skipped >= 0 else []
-            if [kind_of_step(step) for step in kept] != [kind_of_step(step) for step in less]:
-                raise _DiffersError("more differs than what is left out")
-            pairs |= dict(zip(less, kept, strict=True))
-            if skipped and number - 1 not in self.regions:
-                self._add_region(number - 1, full[:skipped])
-            elif number - 1 in turn and skipped != self._left_out(number - 1):
+        for branch, (steps, found) in enumerate(zip(mine, theirs, strict=True), -1):
+            if branch >= 0 and self.full.draws[branch].number in turn:
+                if branch not in self._other_way:
+                    self._other_way[branch] = self._find_regions(self.full.draws[branch], steps, found, pairs)
+                steps = self._other_way[branch]
+            if _kinds(steps) != _kinds(found):
                 raise _DiffersError("what one branch leaves out depends on another")
+            pairs |= dict(zip(found, steps, strict=True))
         return pairs
 
-    def _left_out(self, number: int) -> int:
-        """How many steps a branch leaves out, without checks."""
-        steps = self.regions[number].steps if number in self.regions else []
-        return sum(step.target not in CHECKS for step in steps)
+    def _find_regions(
+        self, draw: Draw, full: list[Step], others: list[Step], known: Mapping[Step, Step]
+    ) -> list[Step]:
+        """Find what the steps behind a branch are if it goes the other way; returns what runs then.
 
-    def _add_region(self, number: int, steps: list[Step]) -> None:
-        """Note which steps a branch may leave out, and the checks of what they make."""
-        own = set(steps)
-        start, stop = self.full.steps.index(steps[0]), self.full.steps.index(steps[-1])
-        inside = [
-            step
-            for step in self.full.steps[start : stop + 1]
-            if step in own or (step.target in CHECKS and not own.isdisjoint(_steps_in(step.args)))
-        ]
-        self.regions[number] = _Region(inside)
-        repairs = self.full.draws[number].repairs
-        if repairs and any(step.changes or step.random or step.updates for step in inside):
-            raise _DiffersError("what is left out has effects of its own")
-        for step in inside:
-            step.skipped, step.repairs = 0 if repairs else number + 1, repairs
-            self._region_of[step] = number
-        if repairs:
-            _note_asking(self.full.draws[number].value)
+        Args:
+            draw: the branch.
+            full: the steps behind it in the full recording.
+            others: those in one that goes the other way.
+            known: the counterparts of earlier steps of that one.
+        """
+        pairs, way = dict(known), list[Step]()
+        region: _Region | None = None
+        for step, found in _matched(full, others):
+            if step is not None and found is not None and self._computes_alike(step, found, pairs):
+                region = None
+                pairs[found] = step
+                way.append(step)
+                continue
+            if region is None:
+                region = _Region(draw)
+                self.regions.append(region)
+            if step is not None:
+                region.steps.append(step)
+                self._region_of[step] = region
+            if found is not None:
+                args, kwargs, changes = _translated((found.args, found.kwargs, found.changes), pairs)
+                copy = pairs[found] = replace(found, args=args, kwargs=kwargs, changes=changes)
+                region.instead.append(copy)
+                self._region_of[copy] = region
+                way.append(copy)
+        return way
+
+    def _computes_alike(self, step: Step, found: Step, pairs: Mapping[Step, Step]) -> bool:
+        """Whether two steps are given the same, or what is made in regions and something in its place."""
+        mine, theirs = (step.args, step.kwargs, step.changes), (found.args, found.kwargs, found.changes)
+        differing = (made for made, _ in differences(mine, theirs, pairs))
+        return all(isinstance(made, Step) and made in self._region_of for made in differing)
 
     def _choose(self, made: Any, instead: Any) -> None:
         """Note that another value goes on where the step that makes one is left out."""
-        number = self._region_of.get(made) if isinstance(made, Step) else None
-        if number is None:
+        region = self._region_of.get(made) if isinstance(made, Step) else None
+        if region is None or made not in region.steps:
             raise _DiffersError("more differs than what is left out")
-        choices, draw = self.regions[number].choices, self.full.draws[number]
+        choices, draw = region.choices, region.draw
         if made not in choices:
             told, by = (None, instead, made), torch.where if draw.repairs else kept_unless
-            choice = choices[made] = Step("call_function", by, told, {}, draw.scope, draw.source)
-            choice.skipped, choice.repairs = 0 if draw.repairs else number + 1, draw.repairs
+            choices[made] = Step("call_function", by, told, {}, draw.scope, draw.source)
         elif identity(choices[made].args[1]) != identity(instead):
             raise _DiffersError("more differs than what is left out")
 
     def _rewritten(self) -> Recording:
         """The full recording in which all that follows a region uses its choices."""
         steps: list[Step] = []
-        ends = {region.steps[-1]: number for number, region in self.regions.items()}
-        starts = {region.steps[0]: number for number, region in self.regions.items()}
+        ends = {region.steps[-1]: region for region in self.regions}
+        starts = {region.steps[0]: region for region in self.regions}
         flags: dict[int, Value] = {}
         for step in self.full.steps:
-            if step in starts:
-                number = starts[step]
-                flags[number] = self._flag(number, steps)
+            region = starts.get(step)
+            if region is not None and region.draw.number not in flags:
+                flags[region.draw.number] = self._flag(region.draw, steps)
             self._use_choices(step, self._region_of.get(step))
             steps.append(step)
-            if step in ends:
-                number = ends[step]
-                for choice in self.regions[number].choices.values():
-                    choice.args = (flags[number], *choice.args[1:])
-                    self._use_choices(choice, number)
-                    steps.append(choice)
+            region = ends.get(step)
+            if region is None:
+                continue
+            for choice in region.choices.values():
+                choice.args = (flags[region.draw.number], *choice.args[1:])
+            for other in (*region.instead, *region.choices.values()):
+                self._use_choices(other, region)
+                steps.append(other)
         output = self._replaced(self.full.output, None)
         if any(step in self._region_of for step in _steps_in(output)):
             raise _DiffersError("more differs than what is left out")
         # What a run gives whose branches were chosen is not what the model gives.
         return replace(self.full, steps=tuple(steps), output=output, outcome=None)
 
-    def _flag(self, number: int, steps: list[Step]) -> Value:
-        """What is true if the steps of a region are left out; added to ``steps`` if it is a step."""
-        draw = self.full.draws[number]
-        if number not in self.taken:
+    def _flag(self, draw: Draw, steps: list[Step]) -> Value:
+        """What is true if a branch leaves steps out; added to ``steps`` if it is a step."""
+        if draw.number not in self.taken:
             return draw.value
         flag = Step("call_function", torch.logical_not, (draw.value,), {}, draw.scope, draw.source)
         flag.repairs = draw.repairs
         steps.append(flag)
         return flag
 
-    def _use_choices(self, step: Step, own: int | None) -> None:
+    def _use_choices(self, step: Step, own: _Region | None) -> None:
         """Let a step use the choices of all regions but its own."""
         step.args = self._replaced(step.args, own)
         step.kwargs = self._replaced(step.kwargs, own)
         step.changes = self._replaced(step.changes, own)
-        if any(self._region_of.get(source, own) != own for source in _steps_in((step.args, step.kwargs))):
+        read = _steps_in((step.args, step.kwargs))
+        if any(self._region_of.get(source, own) is not own for source in read):
             raise _DiffersError("more differs than what is left out")
 
-    def _replaced(self, tree: Any, own: int | None) -> Any:
+    def _replaced(self, tree: Any, own: _Region | None) -> Any:
         """Arguments in which choices stand for what they choose."""
         if isinstance(tree, Step):
-            number = self._region_of.get(tree)
-            return tree if number in (None, own) else self.regions[number].choices.get(tree, tree)
+            region = self._region_of.get(tree)
+            return tree if region is None or region is own else region.choices.get(tree, tree)
         return _mapped(lambda part: self._replaced(part, own), tree)
+
+
+def _kinds(steps: Sequence[Step]) -> list[Hashable]:
+    return [kind_of_step(step) for step in steps]
+
+
+def _matched(full: list[Step], others: list[Step]) -> Iterator[tuple[Step | None, Step | None]]:
+    """The steps of both in order, side by side where they are of the same kind."""
+    kinds, kinds_of_others = _kinds(full), _kinds(others)
+    first = len(full) - len(others)
+    if first >= 0 and kinds[first:] == kinds_of_others:
+        # A branch leaves out what comes first, of which the rest may have the like.
+        yield from zip_longest(full[:first], ())
+        yield from zip(full[first:], others, strict=True)
+        return
+    for tag, i, i_end, j, j_end in opcodes(kinds, kinds_of_others):
+        if tag == "equal":
+            yield from zip(full[i:i_end], others[j:j_end], strict=True)
+        else:
+            yield from zip_longest(full[i:i_end], ())
+            yield from ((None, other) for other in others[j:j_end])
 
 
 def _segments(recording: Recording) -> list[list[Step]]:

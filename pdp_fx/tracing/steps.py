@@ -102,7 +102,8 @@ class Step:
         sized: whether the model reads a size of its result that depends on numbers.
         decides: if it is a check of what the model's code found of sizes: how the code goes by them.
         recomputed: the number, from 1, of the call of `torch.utils.checkpoint` that it is a part of; else 0.
-        skipped: the number, from 1, of the branch on random numbers that may skip it; else 0.
+        skipped: the number, from 1, of the choice by random numbers that may skip it; negative if it runs
+            only where others are skipped; else 0.
         repairs: whether it computes what goes on where numbers are not finite.
         selects: the number, from 1, of the selection that it makes, if the model asks whether that is empty;
             else 0.
@@ -172,6 +173,7 @@ class Draw:
 
     Attributes:
         value: the tensor that it asked for its truth.
+        number: that of the value, from 0; several branches may ask for the truth of one.
         place: how many steps came before it.
         scope: the module call that it happened in.
         source: the line of the model's code, `file.py:line`.
@@ -179,6 +181,7 @@ class Draw:
     """
 
     value: Value
+    number: int
     place: int
     scope: Scope
     source: str

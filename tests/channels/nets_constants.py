@@ -194,6 +194,20 @@ class MixedByTable(Scales):
         return F.linear(x.movedim(1, -1), mix).movedim(-1, 1)
 
 
+class Reflected(nn.Module):
+    """The columns of a weight are reflected; the identity is told how many there are by a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.normal = nn.Parameter(torch.linspace(-1, 1, 8)[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = self.normal / self.normal.norm()
+        reflection = torch.eye(self.normal.shape[0], dtype=x.dtype) - 2 * normal @ normal.t()
+        return F.linear(self.inner(x).relu(), self.out.weight @ reflection, self.out.bias)
+
+
 class MixedBesideItself(MixedByTable):
     """What is mixed has as many channels as before, and is added to them."""
 
@@ -267,6 +281,7 @@ CONSTANTS = (
     Construct(Chosen, images(), removed=8),
     Construct(Mixing, images(), removed=8),
     Construct(MixedByTable, images(), removed=8),
+    Construct(Reflected, sequences(), removed=4),
     Construct(MixedBesideItself, images(), removed=4, reason="is a constant, which is not trained"),
     Construct(OfImageSize, images(), removed=4, reason="values that have none"),
 )

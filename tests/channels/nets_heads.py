@@ -407,6 +407,44 @@ class CopiesJoined(nn.Module):
         return self.out(torch.cat([*parts], -1).flatten(2))
 
 
+class MixtureSummed(nn.Module):
+    """What a layer makes for each of three kernels is scaled, by a number for each, and summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, HEADS * SIZE), nn.Linear(SIZE, WIDTH)
+        self.scale = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.inner(x).unflatten(-1, (HEADS, SIZE)) * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.scaled(x).sum(-2).relu())
+
+
+class MixtureOfInside(MixtureSummed):
+    """The scales are numbers for what is inside a kernel, and the sum runs over that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 1.5]))
+        self.out = nn.Linear(HEADS, WIDTH)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return (self.inner(x).unflatten(-1, (HEADS, SIZE)) * self.scale).transpose(-1, -2)
+
+
+class MixtureLaidOut(MixtureSummed):
+    """What was scaled is laid out side by side: whole kernels can go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.scaled(x).flatten(-2).relu())
+
+
 ONE_HEAD = 3 * SIZE
 HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(NoLocalHeads, sequences(), removed=ONE_HEAD),
@@ -435,6 +473,9 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(ValuesRepeated, sequences(), removed=12),
     Construct(DifferenceOfHalves, sequences(), removed=12),
     Construct(CopiesJoined, sequences(), removed=4),
+    Construct(MixtureSummed, sequences(), removed=2 * HEADS),
+    Construct(MixtureOfInside, sequences(), removed=SIZE),
+    Construct(MixtureLaidOut, sequences(), removed=SIZE),
     Construct(RepairsInTraining, sequences(), removed=8),
     Construct(RepairsAlways, sequences(), removed=4, reason="any runs over these channels"),
     Construct(SystemOfChannels, sequences(), reason="a system of equations mixes these channels"),

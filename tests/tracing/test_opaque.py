@@ -256,7 +256,7 @@ class Lottery(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.source == "python":
-            return x * 2 if random.random() < 0.5 else x
+            return x * 2 if random.choice([True, False]) else x
         return x + torch.from_numpy(np.random.rand(4).astype("float32"))
 
 

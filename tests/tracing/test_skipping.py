@@ -218,6 +218,39 @@ class Skips(nn.Module):
     def in_both_modes(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         return x if torch.rand([]) < 0.4 else layer(x)
 
+    def of_two_ways(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if torch.rand(1).item() < 0.4:
+            y = x.clone()
+            y.mul_(0.5)
+        else:
+            y = layer(x)
+        return y
+
+    def of_two_in_each_mode(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if torch.rand(1) < 0.4:
+            return x.sigmoid()
+        return layer(x) if self.training else x.tanh()
+
+    def with_others_in_training(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training and random.random() < 0.4:
+            y = x.sigmoid().flip(0)
+            return y * layer(x)
+        return x.tanh()
+
+    def one_number_often(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        skipped = self.training and random.random() < 0.4
+        y = x.flip(0) if skipped else layer(x)
+        x = y + x
+        return x.tanh() if skipped else x.sigmoid()
+
+    def unused(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        y = layer(x) if torch.rand([]) < 0.4 and self.training else x
+        z = y.relu() if random.random() < 0.5 else y * 2
+        return z[:0].sum() + x
+
+    def layers_in_eval(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        return nn.functional.dropout(x, 0.5) if torch.rand([]) < 0.4 else x
+
     def always_one(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         if self.training and torch.rand([]) < 0.4:
             return x
@@ -234,12 +267,19 @@ FOLLOWED = (
         "by_name_in_both_modes",
         "unless_it_trains",
         "checked",
+        "either",
+        "in_both_modes",
+        "of_two_ways",
+        "with_others_in_training",
+        "one_number_often",
+        "unused",
     ),
 )
 KEPT_FOR_DRAWS = ("by_both", "by_an_index", "by_a_choice", "of_several", "drawn_before")
 KEPT_WHOLE = (
-    *("either", "inside_another", "by_data", "by_a_weight", "recomputed", "always_one", "counted"),
-    *("never_two", "not_all", "by_chance_again", "refuses", "checked_inside", "in_both_modes"),
+    *("inside_another", "by_data", "by_a_weight", "recomputed", "always_one", "counted"),
+    *("never_two", "not_all", "by_chance_again", "refuses", "checked_inside", "layers_in_eval"),
+    "of_two_in_each_mode",
 )
 
 
@@ -285,7 +325,7 @@ def choices(gm: fx.GraphModule) -> int:
 def test_a_graph_skips_what_the_model_skips(step: str, layers: int) -> None:
     x, model = torch.randn(3, 4), Skips(step, layers)
     gm = exact(model, x, torch.randn(5, 4))
-    assert choices(gm) == layers * (1 + (step == "twice"))
+    assert choices(gm) == layers * (1 + (step in ("twice", "one_number_often", "unused")))
     assert not opaque(gm)
     assert_alike(gm, model, x)
     for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
@@ -355,6 +395,80 @@ def test_a_skipped_layer_is_not_computed_and_gets_no_gradient() -> None:
         gone = [prepared.get_parameter(f"layers.{place}.wide.weight").grad is None for place in range(3)]
         skipped += sum(gone)
     assert 0 < skipped < 3 * len(SEEDS)
+
+
+class Decoder(nn.Module):
+    """Guesses words one by one; what it reads next is the right word, now and then, or its guess."""
+
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.cell, self.out = nn.Embedding(7, 6), nn.GRUCell(6, 8), nn.Linear(8, 7)
+        self.drop, self.draws = nn.Dropout(0.1), getattr(self, draw)
+
+    def each_time(self, once: Any) -> Any:
+        return random.random() < 0.5
+
+    def in_training(self, once: Any) -> Any:
+        return self.training and random.random() < 0.5
+
+    def by_torch(self, once: Any) -> Any:
+        return torch.rand(1).item() < 0.5
+
+    def by_numpy(self, once: Any) -> Any:
+        return np.random.rand() < 0.5
+
+    def for_all(self, once: Any) -> Any:
+        return once
+
+    def forward(self, start: Tensor, right: Tensor) -> Tensor:
+        state, word, guesses = start, right[:, 0], list[Tensor]()
+        once = random.random() < 0.5
+        for place in range(1, right.shape[1]):
+            state = self.cell(self.drop(self.words(word)), state)
+            guesses.append(self.out(state))
+            best = guesses[-1].topk(1).indices
+            word = right[:, place] if self.draws(once) else best.squeeze(1)
+        return torch.stack(guesses, 1)
+
+
+@pytest.mark.parametrize("draw", ["each_time", "in_training", "by_torch", "by_numpy", "for_all"])
+def test_a_decoder_with_teacher_forcing_is_pruned(draw: str) -> None:
+    model = Decoder(draw).double()
+    inputs = torch.randn(5, 8, dtype=torch.float64), torch.randint(7, (5, 4))
+    spec = PruneSpec(Channels(ratio=0.5), schedule=Schedule(0, 1.0))
+    prepared = pdp_fx.prepare(model, spec, inputs)
+    assert choices(prepared) == 2
+
+    def given(net: nn.Module, training: bool) -> list[Tensor]:
+        found: list[Tensor] = []
+        for seed in SEEDS:
+            seed_all(seed)
+            found.append(net.train(training)(*inputs).detach())
+        return found
+
+    for training in (False, True):
+        wanted = given(model, training)
+        assert all(map(torch.equal, given(prepared, training), wanted))
+        assert training or (len({each.sum().item() for each in wanted}) > 1) is (draw != "in_training")
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    assert converted.get_parameter("words.weight").shape[1] == 3
+    for other in (converted, copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        pairs = zip(given(other, False), given(prepared, False), strict=True)
+        assert max(float((one - two).detach().abs().max()) for one, two in pairs) < 1e-12
+
+
+def test_what_eval_mode_chooses_at_random_has_the_same_channels_in_both_ways() -> None:
+    model, x = Skips("of_two_ways").double(), torch.randn(6, 4, dtype=torch.float64)
+    prepared = pruned(model, at_once(Channels(ratio=0.5, through_norms=True)), x).eval()
+    converted = pdp_fx.convert(prepared)
+    assert converted.get_parameter("layers.2.narrow.weight").shape[0] == 2
+    for seed in SEEDS:
+        seed_all(seed)
+        wanted = prepared(x)
+        seed_all(seed)
+        assert torch.allclose(converted(x), wanted, atol=1e-12)
 
 
 class SkipsMasked(Skips):
