@@ -38,6 +38,7 @@ from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.forgetting import in_mode
 from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.idle import noticing_idle
+from pdp_fx.tracing.inputs import with_default_numbers
 from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks, is_layer
 from pdp_fx.tracing.module import taken_name
 from pdp_fx.tracing.narrowing import Paths, culprits
@@ -99,7 +100,8 @@ def trace(
         if example_inputs is None:
             return _trace_symbolically(model)
         with deep_recursion():
-            gm = _trace_on(model, example_call(example_inputs), watch)
+            example = with_default_numbers(model, example_call(example_inputs))
+            gm = _trace_on(model, example, watch)
     _warn_of_hooks(gm, model)
     return gm
 

@@ -14,10 +14,10 @@ from pdp_fx.tracing.align import kind_of_step
 from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.sizes import Decoy, Place
+from pdp_fx.tracing.sizes import Decoy, Place, given_as
 from pdp_fx.tracing.skipping import differences
 from pdp_fx.tracing.source import raised_by_user
-from pdp_fx.tracing.steps import CHECKS, InexactError, Recording, is_read
+from pdp_fx.tracing.steps import CHECKS, InexactError, Recording, is_given, is_read
 from pdp_fx.tracing.time_limit import TooLongError, time_limit
 
 SIGNS = (-1, 1)
@@ -45,7 +45,7 @@ def insist(model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
     """
     for training in (False, True):
         known = findings.recording(training)
-        if known is None or not (findings.sizes.read or any(map(is_read, known.steps))):
+        if known is None or not (findings.sizes.read or any(is_read(s) or is_given(s) for s in known.steps)):
             continue
         places = _Again(model, example, training, findings, known).places()
         read = next((place for place in places if place.call == "item"), None)
@@ -53,10 +53,14 @@ def insist(model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
             problem = f"takes a number that it reads from a tensor for a plain one ({read.source})"
             raise InexactError(type(model).__name__, f"it {problem}; compute with it, or decide by tensors")
         if places:
-            _log.warning("the graph insists on what %s reads", ", ".join(place.source for place in places))
+            _log.warning("the graph insists on %s", ", ".join(map(_said, places)))
             findings.insisted |= set(places)
             return True
     return False
+
+
+def _said(place: Place) -> str:
+    return place.source if place == given_as(place.source) else f"what {place.source} reads"
 
 
 class _Again:

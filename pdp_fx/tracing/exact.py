@@ -20,7 +20,7 @@ from pdp_fx.tracing.preserve import preserved
 from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.settings import HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import InexactError, Recording, UnprovenError, is_ragged
+from pdp_fx.tracing.steps import InexactError, Recording, UnprovenError, is_given, is_ragged
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.verify import Runner, called, emptying, flat, run, seeded, tried
 
@@ -64,6 +64,7 @@ def exact_graph(
             _check_empty_selections(gm, model, example, recordings)
             _check_other_numbers(gm, model, example, recordings)
             _check_other_draws(gm, model, example, recordings)
+            _check_other_given(gm, model, example, recordings)
             _check_other_settings(gm, model, example, asks)
             _check_mixed_modes(gm, model, example, recordings)
             return gm
@@ -121,6 +122,25 @@ def _check_other_draws(
             difference = wanted.difference(run(gm, example, training, seeded(seed), model))
             if difference:
                 raise InexactError(type(model).__name__, f"it {difference} in {MODES[training]} mode")
+
+
+def _check_other_given(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
+) -> None:
+    """Check that the graph does what the model does with other numbers among its inputs, or refuses them.
+
+    Raises:
+        InexactError: the graph and the model differ.
+    """
+    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
+    for training, recording in by_mode.items():
+        for other in example.with_other_floats() if any(map(is_given, recording.steps)) else ():
+            problem = _problem_with(gm, model, other, training, checked=False)
+            if problem:
+                raise InexactError(
+                    type(model).__name__,
+                    f"with other numbers among the inputs it {problem} in {MODES[training]} mode",
+                )
 
 
 def _check_other_settings(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, combinations, count
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -41,6 +41,11 @@ LARGE = 16
 
 SMALL = 64
 """Sizes up to this are small: nets may leave one pixel of them."""
+
+
+def is_followed(argument: Any) -> TypeGuard[float]:
+    """Whether an argument is a number that may be another at each call: a float that is finite."""
+    return type(argument) is float and math.isfinite(argument)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,21 @@ class ExampleCall:
         for seed in range(TRIALS):
             generator, moved = torch.Generator().manual_seed(seed), seed % 2 == 1
             yield self._mapped(lambda leaf, g=generator, moved=moved: _drawn_from(leaf, g, moved))
+
+    def with_other_floats(self) -> "Iterator[ExampleCall]":
+        """Calls in which all arguments that are floats are other numbers; none if no argument is a float."""
+        if not any(map(is_followed, (*self.args, *self.kwargs.values()))):
+            return
+        for scale, shift in ((0.37, 0.11), (0, 0), (0, 1)):
+
+            def changed(given: Any, scale: float = scale, shift: float = shift) -> Any:
+                # A model may be given whole numbers for floats.
+                if not is_followed(given):
+                    return given
+                return scale * given + shift if scale else shift
+
+            named = {name: changed(given) for name, given in self.kwargs.items()}
+            yield ExampleCall(tuple(map(changed, self.args)), named)
 
     def tells_apart(self) -> bool:
         """Whether the last example of the batch differs from the first."""

@@ -9,7 +9,7 @@ from pdp_fx.tracing.flags import MixedModesError
 from pdp_fx.tracing.objects import Bound
 from pdp_fx.tracing.settings import Question, Setting, SettingError
 from pdp_fx.tracing.sizes import Casts, Place
-from pdp_fx.tracing.steps import Recording, UnprovenError, Whole
+from pdp_fx.tracing.steps import Recording, UnprovenError, Whole, is_given
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Findings:
             numbers, as in `Session.cast_in`; None if they are never replaced.
         follows_ragged: whether sizes that depend on the numbers in a tensor may become live numbers.
         follows_draws: whether branches on random numbers, or on whether numbers are finite, become choices.
+        follows_given: whether floats among the inputs may become live numbers.
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
         insisted: where the model reads numbers of which Python makes plain ones unseen.
@@ -65,6 +66,7 @@ class Findings:
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     follows_ragged: bool = True
     follows_draws: bool = True
+    follows_given: bool = True
     met_ragged: bool = False
     checks_ragged: bool = False
     insisted: frozenset[Place] = frozenset()
@@ -82,6 +84,7 @@ class Findings:
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
         made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
+        made.follows_given = self.follows_given
         made.holds, made.alike, made.insisted = self.holds, self.alike, self.insisted
         return made
 
@@ -113,6 +116,10 @@ class Findings:
                 return replace(self.anew(), as_if_cast=True)
             held = err.setting in self.holds or not err.can_be_held
             return None if held else replace(self.anew(), holds=self.holds | {err.setting})
+        if self.follows_given and any(
+            is_given(step) for made, _ in self._made.values() for step in made.steps
+        ):
+            return replace(self.anew(), follows_given=False)
         if self.met_ragged and not self.checks_ragged:
             return replace(self.anew(), checks_ragged=True)
         if self.follows_ragged and any(step.sized for made, _ in self._made.values() for step in made.steps):

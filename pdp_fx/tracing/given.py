@@ -12,6 +12,9 @@ from pdp_fx.tracing.shapes import Facts, check_step, length_of
 from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Scope, Step, Value
 from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors, is_record
 
+NUMBERS_HAVE = "as_integer_ratio"
+"""An attribute of all numbers, but of no tensor."""
+
 
 class Uses:
     """Which inputs and parts of inputs a recording uses, and for which of them None would fail by itself."""
@@ -112,6 +115,8 @@ def sizes_held(value: Value, example: Any, call: ExampleCall, held: frozenset[in
 def _said(value: Value, fact: Any) -> str:
     if isinstance(value, Expr) and value.call is torch.is_tensor:
         return f"{_shown(value.args[0])}=a tensor"
+    if isinstance(value, Expr) and value.call is hasattr:
+        return f"{_shown(value.args[0])}=a number"
     return f"{_shown(value)}={fact!r}"
 
 

@@ -6,11 +6,19 @@ from typing import Any
 
 from torch import fx, nn
 
-from pdp_fx.tracing.examples import ExampleCall, Inputs
-from pdp_fx.tracing.given import Uses, batch_sizes, check_inputs, plain_parts, sizes_held, tensors_given
+from pdp_fx.tracing.examples import ExampleCall, Inputs, is_followed
+from pdp_fx.tracing.given import (
+    NUMBERS_HAVE,
+    Uses,
+    batch_sizes,
+    check_inputs,
+    plain_parts,
+    sizes_held,
+    tensors_given,
+)
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step
-from pdp_fx.tracing.steps import Recording
+from pdp_fx.tracing.steps import Expr, Recording
 from pdp_fx.tracing.structure import as_base, has_tensors
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -58,7 +66,8 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     """Add the placeholders for a call, and return the call to make.
 
     The value of an argument without tensors, from the example or its default, becomes a default in the
-    graph's signature, and the graph checks that it gets no other value.
+    graph's signature. Floats are followed where the code of the model shows what it computes with them; of
+    all else the graph checks that it gets no other value.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -74,7 +83,10 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         optional = optional or plain or argument.has_default
         default = (example if plain else argument.default,) if optional else ()
         step, value = recorder.placeholder(argument.name, example, default)
-        if plain:
+        if is_followed(example) and recorder.follows_given(argument.name):
+            value = recorder.given_number(step, example)
+            fixed.append((Expr(hasattr, (step, NUMBERS_HAVE)), True))
+        elif plain:
             fixed.append((step, value))
         else:
             fixed += [] if optional and has_tensors(value) else plain_parts(step, value)
@@ -88,6 +100,18 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         recorder.steps.append(check_inputs(facts, recorder.scope))
     _check_sizes(recorder, batches, sizes)
     return ExampleCall(tuple(args), kwargs)
+
+
+def with_default_numbers(model: nn.Module, call: ExampleCall) -> ExampleCall:
+    """The call with the floats given that are the defaults of arguments, so that they are followed, too."""
+    left_out = {
+        argument.name: argument.value
+        for argument in _arguments(model, call)
+        if not argument.given
+        and is_followed(argument.value)
+        and argument.parameter.kind is not argument.parameter.POSITIONAL_ONLY
+    }
+    return replace(call, kwargs={**call.kwargs, **left_out}) if left_out else call
 
 
 def _check_sizes(recorder: Recorder, batches: Facts, sizes: Facts) -> None:

@@ -31,7 +31,7 @@ from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.selecting import selection
 from pdp_fx.tracing.shapes import check_step
-from pdp_fx.tracing.sizes import Live, Place, Session, live, note_fixed, plain, value_of
+from pdp_fx.tracing.sizes import Live, Place, Session, given_as, live, note_fixed, plain, value_of
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
@@ -49,6 +49,7 @@ from pdp_fx.tracing.steps import (
     Whole,
     identity,
     is_data,
+    is_given,
     is_ragged,
     is_read,
     selectors,
@@ -117,6 +118,17 @@ class Recorder:
         for tensor in tensors(example):
             self.watch.own(tensor)
         return step, self.origins.adopt(example, step)
+
+    def follows_given(self, name: str) -> bool:
+        """Whether a number that is given as this argument may be another at each call of the graph."""
+        return self.findings.follows_given and given_as(name) not in self.findings.insisted
+
+    def given_number(self, step: Step, number: float) -> Any:
+        """A number that the model is given by an input, with the input as what computes it."""
+        step.data = False
+        if self.session.decoy is not None:
+            self.session.decoy.meet(given_as(str(step.target)), step)
+        return live(number, step, self.session)
 
     def guarded(self, act: Call, *args: Any) -> Any:
         """Call ``act(*args)``; note what cannot be recorded, and continue the run if that is possible."""
@@ -314,9 +326,13 @@ class Recorder:
                 self.guarded(refuse_ragged, "decides by", fact)
                 return
         source = source_line()
+        said = "sizes"
+        if is_given(fact):
+            # Other sizes do not show whether it matters.
+            said, how = "numbers", How.MADE_PLAIN
         message = (
-            f"{source} decides by sizes, and by these otherwise than in this graph; "
-            "trace with example_inputs of such sizes"
+            f"{source} decides by {said}, and by these otherwise than in this graph; "
+            f"trace with example_inputs of such {said}"
         )
         self.steps.append(Step("call_function", check, (fact, message), {}, self.scope, source, decides=how))
 

@@ -66,6 +66,11 @@ class Place(NamedTuple):
     axis: int
 
 
+def given_as(name: str) -> Place:
+    """The place of a number that is given as the argument with this name."""
+    return Place(name, "given", 0)
+
+
 class Decoy:
     """Which live numbers have other digits, which none of their methods shows (`pdp_fx.tracing.decoys`).
 

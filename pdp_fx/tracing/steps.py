@@ -368,6 +368,13 @@ def is_input(value: Any) -> bool:
     return isinstance(value, Step) and value.op == "placeholder"
 
 
+def is_given(value: Any) -> bool:
+    """Whether a value is a number that is an input of the model, or computed from one."""
+    if isinstance(value, Step):
+        return value.op == "placeholder" and not value.data
+    return isinstance(value, Expr) and any(map(is_given, value.args))
+
+
 def selectors(value: Any) -> Iterator[Attribute]:
     """The parameters and buffers on whose numbers a size depends that depends on numbers."""
     left, seen = [value], set[int]()

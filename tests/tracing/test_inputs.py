@@ -1,5 +1,6 @@
 import dataclasses
 import enum
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
@@ -10,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pdp_fx
+from pdp_fx import Channels
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
+from tests.nets import at_once
 from tests.tracing.checks import exact
 
 
@@ -151,6 +155,96 @@ def test_a_plain_argument_keeps_the_value_of_the_example() -> None:
     assert torch.equal(gm(torch.ones(1, 4)), gm(torch.ones(1, 4), twice=True))
     with pytest.raises(AssertionError, match="twice=True"):
         gm(rows(2), twice=False)
+
+
+class Reversing(torch.autograd.Function):
+    """Turns gradients round and scales them, as models that are adapted to another domain do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -ctx.scale * grad, None
+
+
+FOLLOWED: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "scaled": lambda x, number: x * number + (1 - number),
+    "reversed": lambda x, number: Reversing.apply(x * 2, number),
+    "by_a_function": lambda x, number: x * (2 / (1 + math.exp(-10 * number)) - 1),
+    "dropped": lambda x, number: torch.nn.functional.dropout(x * 2, number),
+    "at_least": lambda x, number: x.clamp(min=max(number, 0.2)),
+    "in_a_tensor": lambda x, number: x * torch.tensor([number, 2.0]).sum(),
+    "made_whole": lambda x, number: x * int(4 * number),
+    "by_chance": lambda x, number: x if torch.rand(1).item() < number else x.flip(0),
+}
+HELD: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "written": lambda x, number: x * (2 if f"{number:.1f}" == "0.5" else 3),
+    "as_an_index": lambda x, number: x * [1, 2, 3, 4, 5][int(4 * number)],
+    "by_numpy": lambda x, number: x * float(np.exp(number)),
+    "by_type": lambda x, number: x * (2 if type(number) is float else 3),
+    "by_kind": lambda x, number: x * (2 if isinstance(number, float) else 3),
+}
+
+
+class Numbered(Net):
+    """Computes with a number that it is given."""
+
+    def __init__(self, act: Callable[[Tensor, float], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor, number: float = 0.5) -> Tensor:
+        return self.second(self.act(self.first(x).relu(), number))
+
+
+@pytest.mark.parametrize("way", FOLLOWED)
+@pytest.mark.parametrize("given", [(), (0.5,)])
+def test_a_float_may_be_another_at_each_call(way: str, given: tuple[float, ...]) -> None:
+    x = rows(3)
+    gm = exact(Numbered(FOLLOWED[way]), (x, *given), *((x, other) for other in (0.9, 0.31, 0.0, 1, 0)))
+    with pytest.raises((AssertionError, TypeError)):
+        gm(x, None)
+    with pytest.raises(AssertionError, match="traced with number=a number"):
+        gm(x, torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("way", HELD)
+def test_a_float_of_which_a_plain_one_is_made_stays_what_it_is(way: str) -> None:
+    gm = exact(Numbered(HELD[way]), rows(3), (rows(3), 0.5))
+    with pytest.raises(AssertionError, match=r"trace with example_inputs (of such numbers|that have it)"):
+        gm(rows(3), 0.9)
+
+
+@pytest.mark.parametrize("ask", [lambda number: number > 0.3, bool, lambda number: number != 0])
+def test_a_decision_by_a_float_comes_out_as_it_did(ask: Callable[[float], Any]) -> None:
+    def act(x: Tensor, number: float) -> Tensor:
+        return x * number if ask(number) else x + 1
+
+    gm = exact(Numbered(act), (rows(3), 0.5), (rows(5), 0.9), (rows(1), 1.0))
+    with pytest.raises(
+        AssertionError, match=r"decides by numbers, .* trace with example_inputs of such numbers"
+    ):
+        gm(rows(3), 0.0)
+
+
+@pytest.mark.parametrize("sign", ["*", "**", "+", ">"])
+def test_channels_are_followed_past_a_float_that_may_be_any(sign: str) -> None:
+    def act(x: Tensor, number: float) -> Tensor:
+        acts = {"*": x * number, "**": x**number, "+": x + number, ">": x.masked_fill(x < 0.1, number)}
+        return acts[sign]
+
+    x = rows(6).double()
+    model = Numbered(act).double()
+    prepared = pdp_fx.prepare(model, at_once(Channels(ratio=0.5)), (x, 2.0))
+    for _ in range(2):
+        pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    assert converted.get_parameter("first.weight").shape[0] == 3
+    for number in (2.0, 0.7, 0.0, 1):
+        assert torch.allclose(converted(x, number), prepared(x, number), atol=1e-12)
 
 
 def test_nested_containers_are_reached_into() -> None:
