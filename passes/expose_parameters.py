@@ -82,7 +82,7 @@ class ExposeParameters(Pass):
                 _expose(gm, node, called, wanted, names, swaps)
         swap_modules(gm, swaps)
         computed = _computed_weights(gm, ctx)
-        reads = _merge_reads(gm, wanted - computed.keys(), names)
+        reads = _merge_reads(gm, wanted - computed.keys(), names, ctx.get(Sites).element_by_element)
         ctx.put(Exposed(reads | computed, computed))
         ctx.get(Pruner).computed = {name: node.name for name, node in computed.items()}
         return bool(wanted)
@@ -146,15 +146,17 @@ def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
         join_methods(root)
 
 
-def _merge_reads(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> dict[str, fx.Node]:
+def _merge_reads(
+    gm: fx.GraphModule, wanted: set[str], names: dict[int, str], element_by_element: frozenset[str]
+) -> dict[str, fx.Node]:
     """Let all uses of a wanted parameter share one read, and return these reads by the parameters' names.
 
-    Nodes that write to parameters in training mode keep reads of their own: they need the raw parameter. So
-    do those that only read its layout if it is written to, as they may come before it is.
+    Nodes that write to parameters keep reads of their own: they need the raw parameter. So do those that
+    only read its layout if it is written to, as they may come before it is.
     """
     with trial(gm):
         written = writes(gm, names)
-        writing = read_to_write(gm.graph, written, idle_in_eval(gm.graph))
+        writing = read_to_write(gm.graph, written, idle_in_eval(gm.graph), element_by_element)
 
     def uses(user: fx.Node) -> bool:
         return user not in writing and not (writing and reads_layout(user))

@@ -21,7 +21,7 @@ from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.modes import called_module, called_modules
 from pdp_fx.tracing.objects import MethodOf
 from pdp_fx.weights.uses import ComputedUses, Use
-from pdp_fx.weights.writes import idle_in_eval, read_before_written, writes
+from pdp_fx.weights.writes import idle_in_eval, read_before_written, writes, written_by_element
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,14 @@ class Sites:
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         stand_ins: computed weights that can be pruned in the place of a parameter.
         trained: parameters that the model's own training steps write to.
+        element_by_element: parameters that it writes to in eval mode, too, so that masks do not matter.
     """
 
     weights: tuple[Site, ...]
     out_of_reach: dict[str, str]
     stand_ins: tuple[StandIn, ...]
     trained: frozenset[str]
+    element_by_element: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,19 @@ class FindSites(Pass):
             raise SpecError(f"the model has no conv or linear weight that can be pruned{''.join(reasons)}")
 
 
-OUTDATED = "the model writes to it while it trains, after it has read it"
+OUTDATED = "the model writes to it after it has read it"
 """Why a parameter stays whose masked value would not follow the write."""
+
+WRITTEN = "the model writes to it in eval mode, too, by numbers that a mask would change"
+"""Why a parameter stays that is not the same whether it is masked before it is written or after."""
 
 
 def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     names = owned_names(gm)
     uses: dict[str, list[Use]] = {}
     written, trains = writes(gm, names), idle_in_eval(gm.graph)
-    outdated = read_before_written(gm, names, written, trains)
+    element_by_element = written_by_element(gm, written, trains)
+    outdated = read_before_written(gm, names, written, trains, element_by_element)
     computed = ComputedUses(gm, names, outdated, inputs)
     for node in gm.graph.nodes:
         for parameter, use in (*_own_weights(node, gm, names), *computed.weights_of(node)):
@@ -99,7 +105,9 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     stand_ins = computed.stand_ins()
     instead = {name: by for by in stand_ins if by.alone for name in by.sources}
     standing = {by.parameter for by in instead.values()}
+    in_eval = set[str]().union(*(found for node, found in written.items() if node not in trains))
     barred = _barred(gm, names, inputs) | dict.fromkeys(outdated - standing, OUTDATED)
+    barred |= dict.fromkeys(in_eval - element_by_element, WRITTEN)
     weights = tuple(
         _site(name, gm.get_parameter(name).ndim, found, instead.get(name), barred.get(name))
         for name, found in uses.items()
@@ -112,7 +120,8 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
         for name in found
     }
     late = dict.fromkeys(outdated, f"as {OUTDATED}")
-    return Sites(weights, late | always | _used_inside(gm, names), stand_ins, trained)
+    out_of_reach = late | always | _used_inside(gm, names)
+    return Sites(weights, out_of_reach, stand_ins, trained, element_by_element)
 
 
 def _site(parameter: str, axes: int, uses: list[Use], instead: StandIn | None, barred: str | None) -> Site:

@@ -185,7 +185,12 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     def without_history(tensor: Tensor, memo: Any) -> Any:
         if tensor.layout not in (torch.strided, torch.sparse_coo):
             return memo.setdefault(id(tensor), tensor.detach().clone())
-        return deepcopy(tensor if tensor.is_leaf else tensor.detach(), memo)
+        if tensor.is_leaf:
+            return deepcopy(tensor, memo)
+        detached = tensor.detach()
+        # The memo goes by the identity of what was copied, which another may have once this one is gone.
+        memo.setdefault(id(memo), []).append(detached)
+        return deepcopy(detached, memo)
 
     try:
         with ALONE, replaced(Tensor, "__deepcopy__", without_history):

@@ -3,7 +3,7 @@ import math
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -476,6 +476,96 @@ class KeepsRowsOfLengthOne(nn.Module):
 def test_channels_stay_whose_weights_are_written_to_in_eval_mode() -> None:
     with pytest.raises(SpecError, match="the model writes to this parameter in eval mode, too"):
         pdp_fx.prepare(KeepsRowsOfLengthOne(), at_once(Channels(0.5)), torch.randn(3, 8))
+
+
+class Caches(nn.Module):
+    """Attention that keeps keys and values in buffers, and writes to them with gradients on."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 8) for _ in range(3))
+        self.register_buffer("keys", torch.zeros(4, 16, 8))
+        self.register_buffer("values", torch.zeros(4, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        self.keys[:b, :t], self.values[:b, :t] = self.k(x), self.v(x)
+        scores = self.q(x) @ self.keys[:b, :t].transpose(1, 2)
+        return scores.softmax(-1) @ self.values[:b, :t]
+
+
+def test_buffers_that_are_written_with_gradients_stay_buffers() -> None:
+    model, x = Caches().double(), torch.randn(2, 5, 6, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, at_once(Unstructured(0.5)), x)
+    for buffer in (model.keys, model.values):
+        assert buffer.is_leaf and not buffer.requires_grad and not buffer.any()
+    prepared.train()(x).sum().backward()
+    pdp_fx.step(prepared)
+    assert not prepared.get_buffer("keys").is_leaf
+    converted = pdp_fx.convert(prepared.eval())
+    assert converted.get_buffer("keys").data_ptr() != converted.get_buffer("values").data_ptr()
+    assert torch.allclose(converted(x), prepared(x), atol=1e-12)
+
+
+WRITES: dict[str, Callable[[nn.Linear, nn.Linear], Any]] = {
+    "multiplied by ones and zeros": lambda own, _: own.weight.data.mul_(torch.arange(8) % 4 > 0),
+    "held between limits": lambda own, _: own.weight.clamp_(-0.2, 0.2),
+    "replaced by a part": lambda own, _: setattr(own.weight, "data", own.weight.data.tril()),
+    "moved to another": lambda own, other: own.weight.lerp_(other.weight, 0.1),
+    "held to a length": lambda own, _: setattr(own.weight, "data", own.weight.data.renorm(2, 0, 0.5)),
+}
+
+
+class Writes(nn.Module):
+    """Writes to a weight in both modes, before it uses it."""
+
+    def __init__(self, write: Callable[[nn.Linear, nn.Linear], Any]) -> None:
+        super().__init__()
+        self.other, self.own, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.relu(self.other(x))
+        with torch.no_grad():
+            self.write(self.own, self.other)
+        return self.out(functional.relu(self.own(hidden)))
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4)])
+@pytest.mark.parametrize("way", WRITES)
+def test_what_a_model_writes_to_a_weight_stays_written(way: str, rule: Rule) -> None:
+    torch.manual_seed(0)
+    model, x = Writes(WRITES[way]).double(), torch.randn(5, 8, dtype=torch.float64)
+    prepared = pdp_fx.prepare(copy.deepcopy(model), at_once(rule), x)
+    masked = not way.endswith(("another", "length"))
+    assert (prepared.get_submodule("pdp.masks")._modules.keys() >= {"own_weight"}) is masked
+    for share in (0, 1):
+        for own, each in ((model.own.weight, model), (prepared.get_parameter("own.weight"), prepared)):
+            each.train()
+            with torch.no_grad():
+                own.copy_(torch.linspace(-1, 1, 64).view(8, 8))
+            each(x)
+        reads_masked = share == 1 and way == "moved to another"
+        assert torch.equal(prepared.get_parameter("own.weight"), model.own.weight) is not reads_masked
+        assert not torch.equal(model.own.weight, torch.linspace(-1, 1, 64).view(8, 8))
+        pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared.eval())
+    for _ in range(3):
+        assert torch.allclose(converted(x), prepared(x), atol=1e-12)
+
+
+def test_a_weight_that_is_read_before_it_is_written_stays() -> None:
+    class Late(Writes):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(x) + self.write(self.own, self.other).sum() + self.own(x)
+
+    with pytest.raises(SpecError, match="own: the model writes to it after it has read it"):
+        pdp_fx.prepare(
+            Late(lambda own, _: own.weight.data.mul_(0.5)), at_once(Unstructured(0.5)), torch.randn(5, 8)
+        )
 
 
 class TwoInputs(nn.Module):

@@ -147,6 +147,9 @@ class _Saved:
                 self.empty[name].clear()
         _put_back(self.buffers)
         for tensor, wanted in self.gradients:
+            if not tensor.is_leaf and not tensor._is_view():
+                # A run has written what has a history to it.
+                tensor.detach_()
             if tensor.requires_grad != wanted and tensor.is_leaf:
                 tensor.requires_grad_(wanted)
 

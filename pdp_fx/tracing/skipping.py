@@ -190,18 +190,17 @@ def chooses_alike(alignment: Alignment) -> bool:
     if any(choice.args[2] not in trained.values() and choice.skipped in run_in_eval for choice in chosen):
         return False
 
-    def leaks(tree: Any, number: int) -> bool:
-        read = (trained.get(step) for step in _steps_in(tree))
-        return any(
-            step is not None and step.skipped not in (0, number, *in_both) and step not in made
-            for step in read
-        )
-
+    inside: dict[Step, int] = {}
     for step, counterpart in trained.items():
-        number = 0 if counterpart is None else counterpart.skipped
-        if leaks((step.args, step.kwargs), number):
+        read = {inside[source] for source in _steps_in((step.args, step.kwargs)) if source in inside}
+        if counterpart is None:
+            # What eval mode does besides, such as to scale what is never left out there, is inside, too.
+            inside |= dict.fromkeys([step] if read else (), max(read, default=0))
+        elif counterpart.skipped not in (0, *in_both) and counterpart not in made:
+            inside[step] = counterpart.skipped
+        if len(read) > 1 or (counterpart is not None and not read <= {counterpart.skipped}):
             return False
-    return not leaks(alignment.in_eval.output, 0)
+    return inside.keys().isdisjoint(_steps_in(alignment.in_eval.output))
 
 
 def act_outside(steps: Iterable[Step]) -> bool:

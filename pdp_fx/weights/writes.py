@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.tracing.functions import acts_in_place, written_by
@@ -30,19 +31,66 @@ def idle_in_eval(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def read_to_write(graph: fx.Graph, written: Writes, trains: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that write to parameters in training mode only, and what serves nothing else.
+def read_to_write(
+    graph: fx.Graph, written: Writes, trains: set[fx.Node], element_by_element: Collection[str]
+) -> set[fx.Node]:
+    """The nodes that write to a parameter itself, and not to its masked value, and what serves nothing else.
 
     Args:
         graph: the graph.
         written: what its `writes` are.
         trains: what is `idle_in_eval` in it.
+        element_by_element: the parameters that eval mode writes to so that masks do not matter
+            (`written_by_element`).
     """
-    found = trains.intersection(written)
+    found = {node for node, names in written.items() if node in trains or names.issubset(element_by_element)}
     for node in reversed(graph.nodes) if found else ():
-        if node in trains and node.users and found.issuperset(node.users):
+        pure = node in trains or not (node.is_impure() or acts_in_place(node))
+        if pure and node.users and found.issuperset(node.users):
             found.add(node)
     return found
+
+
+def written_by_element(gm: fx.GraphModule, written: Writes, trains: set[fx.Node]) -> frozenset[str]:
+    """The parameters that eval mode writes to so that it makes no difference whether a mask comes before.
+
+    That is tried with other numbers in the parameter. A convolution that multiplies its weight by a mask of
+    its own, as in PixelCNN, does so; a norm of the weight, or a mean with another weight, does not.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        written: what its `writes` are.
+        trains: what is `idle_in_eval` in its graph.
+    """
+    acting = [node for node in gm.graph.nodes if node in written and node not in trains]
+    stored = stored_nodes(gm) if acting else set[fx.Node]()
+    found = set[str]()
+    for name in sorted(set[str]().union(*(written[node] for node in acting))):
+        writing = [node for node in acting if name in written[node]]
+        steps = sorted({source for node in writing for source in sources_of(node)})
+        if stored.issuperset(steps) and _ignores_masks(gm, gm.get_parameter(name), steps):
+            found.add(name)
+    return frozenset(found)
+
+
+def _ignores_masks(gm: fx.GraphModule, parameter: nn.Parameter, steps: list[fx.Node]) -> bool:
+    """Whether steps that write to a parameter write the masked numbers if it is masked before."""
+    kept, draw = parameter.detach().clone(), torch.Generator(parameter.device).manual_seed(0)
+    options: dict[str, Any] = {"generator": draw, "device": parameter.device}
+    numbers = torch.randn(parameter.shape, **options).to(parameter.dtype) * 10
+    mask = (torch.rand(parameter.shape, **options) < 0.5).to(parameter.dtype)
+
+    def written(before: Tensor) -> Tensor:
+        with torch.no_grad():
+            parameter.copy_(before)
+            run_through(Interpreter(gm, garbage_collect_values=False), steps)
+            return parameter.detach().clone()
+
+    try:
+        return torch.allclose(written(mask * numbers), mask * written(numbers), equal_nan=True)
+    finally:
+        with torch.no_grad():
+            parameter.copy_(kept)
 
 
 def _only_trains(node: fx.Node) -> bool:
@@ -87,9 +135,13 @@ def memory_written(
 
 
 def read_before_written(
-    gm: fx.GraphModule, names: Mapping[int, str], written: Writes, trains: set[fx.Node]
+    gm: fx.GraphModule,
+    names: Mapping[int, str],
+    written: Writes,
+    trains: set[fx.Node],
+    element_by_element: Collection[str],
 ) -> set[str]:
-    """The parameters that training steps write to after something else has read them.
+    """The parameters that the model writes to itself (`read_to_write`) after something else has read them.
 
     A masked value that was computed before the write would be outdated, and its gradient needs old values.
 
@@ -98,8 +150,9 @@ def read_before_written(
         names: the name of every parameter and buffer by its id.
         written: what its `writes` are.
         trains: what is `idle_in_eval` in its graph.
+        element_by_element: what is `written_by_element`.
     """
-    writing = read_to_write(gm.graph, written, trains)
+    writing = read_to_write(gm.graph, written, trains, element_by_element)
     stored, read, found = stored_nodes(gm), set[str](), set[str]()
     for node in gm.graph.nodes if writing else ():
         if node in writing:

@@ -243,6 +243,11 @@ class Skips(nn.Module):
         x = y + x
         return x.tanh() if skipped else x.sigmoid()
 
+    def scaled_in_eval(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
+        if self.training:
+            return x if random.random() < 0.4 else x + layer(x)
+        return x + 0.6 * layer(x).tanh()
+
     def unused(self, layer: nn.Module, x: Tensor, place: int) -> Tensor:
         y = layer(x) if torch.rand([]) < 0.4 and self.training else x
         z = y.relu() if random.random() < 0.5 else y * 2
@@ -272,6 +277,7 @@ FOLLOWED = (
         "of_two_ways",
         "with_others_in_training",
         "one_number_often",
+        "scaled_in_eval",
         "unused",
     ),
 )
