@@ -218,7 +218,7 @@ def _traced(
     except TraceError as last:
         # The first says what the model does; how a graph fails that follows less of it does not.
         says_more = isinstance(first, TraceError) and isinstance(last, InexactError)
-        if says_more or isinstance(first, InexactError):
+        if says_more or (isinstance(first, InexactError) and not findings.put_in_eval):
             raise first from None
         raise
 

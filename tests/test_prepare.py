@@ -501,7 +501,7 @@ def test_buffers_that_are_written_with_gradients_stay_buffers() -> None:
     model, x = Caches().double(), torch.randn(2, 5, 6, dtype=torch.float64)
     prepared = pdp_fx.prepare(model, at_once(Unstructured(0.5)), x)
     for buffer in (model.keys, model.values):
-        assert buffer.is_leaf and not buffer.requires_grad and not buffer.any()
+        assert (buffer.is_leaf, buffer.requires_grad, bool(buffer.any())) == (True, False, False)
     prepared.train()(x).sum().backward()
     pdp_fx.step(prepared)
     assert not prepared.get_buffer("keys").is_leaf

@@ -25,10 +25,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recordings:
-    """The aligned recordings of both modes, and the parts that are kept whole in both, with the reasons."""
+    """The aligned recordings of both modes.
+
+    Attributes:
+        alignment: the recordings.
+        opaque: the parts that are kept whole in both, with the reasons.
+        put_in_eval: the modules that the model puts into eval mode as it runs; they were so from the start.
+    """
 
     alignment: Alignment
     opaque: Mapping[Whole, str]
+    put_in_eval: frozenset[str] = frozenset()
 
     def opacity(self, model: nn.Module) -> tuple[int, int]:
         """How many weights are inside modules kept whole for their data, and how many parts are kept so."""
@@ -68,7 +75,7 @@ def record_both(model: nn.Module, example: ExampleCall, findings: Findings) -> R
             whole for whole in differing if whole.path and not stores_tensors(model.get_submodule(whole.path))
         }
         if not weightless:
-            return Recordings(alignment, dict(findings.opaque))
+            return Recordings(alignment, dict(findings.opaque), findings.put_in_eval)
         for whole in sorted(weightless, key=str):
             findings.keep_whole(whole, DIFFERS_BY_MODE)
 
@@ -102,7 +109,9 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
 
     def again(answers: Answers | None) -> Recording:
         return forgetting(
-            lambda: record(in_mode(model, training), example.fresh(), findings, answers),
+            lambda: record(
+                in_mode(model, training, findings.put_in_eval), example.fresh(), findings, answers
+            ),
             model,
             expected=(UnrecordableError,),
         )
@@ -153,7 +162,11 @@ def recorded_again(
         decoy: as for `record`.
     """
     answers: Answers | None = (lambda _: False) if findings.follows_draws else None
-    work = lambda: record(in_mode(model, training), example.fresh(), findings, answers, empty, decoy)  # noqa: E731
+
+    def work() -> Recording:
+        placed = in_mode(model, training, findings.put_in_eval)
+        return record(placed, example.fresh(), findings, answers, empty, decoy)
+
     return forgetting(work, model)
 
 

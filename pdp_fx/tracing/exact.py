@@ -301,7 +301,7 @@ def build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedMod
     find_own_layers(gm, graph)
     gm.graph = graph
     with preserved(model):
-        gm.always_eval = always_eval(model)
+        gm.always_eval = tuple(sorted({*always_eval(model), *recordings.put_in_eval}))
     return gm
 
 
@@ -344,9 +344,9 @@ def _expected(
 
     In eval mode it is the outcome of a run that was not recorded. If the recorded run gave the same,
     recording changes nothing, and the outcome of the recorded run in training mode is used; otherwise the
-    model is run once more in training mode.
+    model is run once more in training mode; so is one that was recorded with parts in eval mode.
     """
     in_eval, in_train = (recordings.alignment.in_eval.outcome, recordings.alignment.in_train.outcome)
-    if in_eval is None or in_train is None or plain.difference(in_eval):
+    if in_eval is None or in_train is None or recordings.put_in_eval or plain.difference(in_eval):
         in_train = reference(model, example, training=True)
     return {False: plain, True: in_train}

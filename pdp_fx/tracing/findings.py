@@ -47,6 +47,8 @@ class Findings:
             numbers, as in `Session.cast_in`; None if they are never replaced.
         follows_ragged: whether sizes that depend on the numbers in a tensor may become live numbers.
         follows_draws: whether branches on random numbers, or on whether numbers are finite, become choices.
+        put_in_eval: the modules that the model puts into eval mode as it runs; recordings find them so.
+        may_put_in_eval: whether modules may be noted as such.
         follows_given: whether floats among the inputs may become live numbers.
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
@@ -66,6 +68,8 @@ class Findings:
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
     follows_ragged: bool = True
     follows_draws: bool = True
+    put_in_eval: frozenset[str] = frozenset()
+    may_put_in_eval: bool = True
     follows_given: bool = True
     met_ragged: bool = False
     checks_ragged: bool = False
@@ -85,6 +89,7 @@ class Findings:
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
         made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
         made.follows_given = self.follows_given
+        made.put_in_eval, made.may_put_in_eval = self.put_in_eval, self.may_put_in_eval
         made.holds, made.alike, made.insisted = self.holds, self.alike, self.insisted
         return made
 
@@ -116,6 +121,8 @@ class Findings:
                 return replace(self.anew(), as_if_cast=True)
             held = err.setting in self.holds or not err.can_be_held
             return None if held else replace(self.anew(), holds=self.holds | {err.setting})
+        if self.put_in_eval:
+            return replace(self.anew(), put_in_eval=frozenset[str](), may_put_in_eval=False)
         if self.follows_given and any(
             is_given(step) for made, _ in self._made.values() for step in made.steps
         ):
@@ -155,7 +162,7 @@ class Findings:
     @property
     def knowledge(self) -> int:
         """A number that grows with everything learned, to tell outdated recordings."""
-        return len(self.tried) + len(self.casts or ()) + len(self.insisted)
+        return len(self.tried) + len(self.casts or ()) + len(self.insisted) + len(self.put_in_eval)
 
     def note(self, training: bool, recording: Recording, knowledge: int) -> None:
         """Note a recording of a mode, made when `knowledge` had this value."""

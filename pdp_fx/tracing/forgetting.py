@@ -5,7 +5,7 @@ activations that autograd would keep are several times the memory of the run its
 """
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
@@ -54,12 +54,20 @@ def _unwound(work: Callable[[], T]) -> T:
         raise
 
 
-def in_mode(model: nn.Module, training: bool) -> nn.Module:
+def in_mode(model: nn.Module, training: bool, in_eval: Iterable[str] = ()) -> nn.Module:
     """Put a model into a mode by way of training mode, in which models drop what they cache for evaluation.
 
     Some cache tables computed from weights; a table from before a run would be a constant in its graph.
+
+    Args:
+        model: the model.
+        training: the mode.
+        in_eval: the paths of modules that are in eval mode all the same.
     """
-    return model.train().train(training)
+    model.train().train(training)
+    for path in in_eval:
+        model.get_submodule(path).training = False
+    return model
 
 
 def _forget(tensor: torch.Tensor) -> None:

@@ -131,6 +131,8 @@ def _train(recorder: Recorder) -> Callable[..., Any]:
         if not recorder.inside and any(part.training != mode for part in module.modules()):
             path = recorder.paths.get(id(module), "")
             name = f"module {path!r}" if path else "itself"
+            if not mode and path:
+                recorder.note_in_eval(module)
             recorder.refuse(f"puts {name} into {'training' if mode else 'eval'} mode as it runs")
         return train(module, mode)
 

@@ -141,6 +141,12 @@ class Recorder:
         """Note that the model does something now that no graph can hold; the run ends, as after `guarded`."""
         self.guarded(_refuse, why)
 
+    def note_in_eval(self, module: nn.Module) -> None:
+        """Note that the model puts a module into eval mode as it runs; the next recording finds it so."""
+        if self.findings.may_put_in_eval:
+            paths = (self.paths.get(id(part)) for part in module.modules())
+            self.findings.put_in_eval |= {path for path in paths if path}
+
     def function(self, function: Call, args: Args, kwargs: Kwargs) -> Any:
         """Run a torch function and record it."""
         name = functions.name_of(function)

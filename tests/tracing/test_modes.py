@@ -387,10 +387,35 @@ class SetsModes(nn.Module):
         return x
 
 
+class SetsLate(SetsModes):
+    """Runs the layer before it sets its mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 @pytest.mark.parametrize("restores", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_a_module_that_sets_modes_as_it_runs_stays_whole(training: bool, restores: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), SetsModes(training, restores))
+def test_what_a_model_puts_into_eval_mode_as_it_runs_stays_in_it(restores: bool) -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), SetsModes(False, restores), nn.BatchNorm1d(4)),
+        torch.randn(5, 4),
+    )
+    gm = exact(model, x, torch.randn(3, 4))
+    assert not opaque(gm)
+    gm.train()
+    assert [gm.get_submodule(path).training for path in ("1.norm", "1.drop", "2")] == [False, True, True]
+    before = model.get_buffer("1.norm.running_mean").clone()
+    gm(x)
+    assert torch.equal(gm.get_buffer("1.norm.running_mean"), before)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("made", [SetsModes, SetsLate])
+def test_a_module_that_sets_modes_otherwise_as_it_runs_stays_whole(
+    made: type[SetsModes], restores: bool
+) -> None:
+    training = made is SetsModes
+    model = nn.Sequential(nn.Linear(4, 4), made(training, restores))
     gm = exact(model, torch.randn(5, 4), torch.randn(3, 4))
     mode = "'drop' into training mode" if training else "'norm' into eval mode"
     assert opaque(gm)["1"].startswith(f"puts module '1.{mode[1:]} as it runs")
