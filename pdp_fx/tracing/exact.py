@@ -17,6 +17,7 @@ from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.repeats import share_repeats
 from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.settings import HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
@@ -298,6 +299,7 @@ def build(model: nn.Module, recordings: Recordings, gate_all: bool) -> TracedMod
     gm = TracedModule(tree, fx.Graph(), type(model).__name__)
     graph.owning_module = gm
     without_dead_code(graph, protected)
+    share_repeats(gm, graph, protected)
     find_own_layers(gm, graph)
     gm.graph = graph
     with preserved(model):
