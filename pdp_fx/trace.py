@@ -50,7 +50,7 @@ from pdp_fx.tracing.resizing import wrong_sizes
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of
 from pdp_fx.tracing.steps import InexactError, Whole
-from pdp_fx.tracing.structure import arrays, hiding_tensors, tensors
+from pdp_fx.tracing.structure import are_equal, arrays, hiding_tensors, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unmoved import unmoved_iterators
@@ -101,7 +101,10 @@ def trace(
             return _trace_symbolically(model)
         with deep_recursion():
             example = with_default_numbers(model, example_call(example_inputs))
-            gm = _trace_on(model, example, watch)
+            try:
+                gm = _trace_on(model, example, watch)
+            except InexactError as err:
+                raise _written_by_mode(model) or err from err.__cause__
     _warn_of_hooks(gm, model)
     return gm
 
@@ -334,6 +337,21 @@ def _refuse_one_mode(model: nn.Module) -> None:
             f"{type(model).__name__} cannot change between training and evaluation: {type(err).__name__}: "
             f"{err}; of an exported model, prepare the Python model and export the converted one"
         ) from err
+
+
+def _written_by_mode(model: nn.Module) -> TraceError | None:
+    """An error that says which weight the model changes when its mode is set; None if it changes none."""
+    with preserved(model), unwritten(model):
+        before = {name: weight.detach().clone() for name, weight in in_mode(model, True).named_parameters()}
+        in_mode(model, False)
+        for name, weight in model.named_parameters():
+            if name in before and not are_equal(weight, before[name]):
+                return TraceError(
+                    f"{type(model).__name__} changes {name} when it is put into eval mode, as adapters do that "
+                    "are merged into weights then, which a graph cannot; turn that off, as by "
+                    "merge_weights=False"
+                )
+    return None
 
 
 def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
