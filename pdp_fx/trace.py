@@ -342,13 +342,14 @@ def _refuse_one_mode(model: nn.Module) -> None:
 def _written_by_mode(model: nn.Module) -> TraceError | None:
     """An error that says which weight the model changes when its mode is set; None if it changes none."""
     with preserved(model), unwritten(model):
-        before = {name: weight.detach().clone() for name, weight in in_mode(model, True).named_parameters()}
+        named = in_mode(model, training=True).named_parameters()
+        before = {name: weight.detach().clone() for name, weight in named}
         in_mode(model, False)
         for name, weight in model.named_parameters():
             if name in before and not are_equal(weight, before[name]):
                 return TraceError(
-                    f"{type(model).__name__} changes {name} when it is put into eval mode, as adapters do that "
-                    "are merged into weights then, which a graph cannot; turn that off, as by "
+                    f"{type(model).__name__} changes {name} when it is put into eval mode, as adapters do "
+                    "that are merged into weights then, and a graph does not; turn that off, as by "
                     "merge_weights=False"
                 )
     return None

@@ -37,6 +37,11 @@ class Recordings:
     opaque: Mapping[Whole, str]
     put_in_eval: frozenset[str] = frozenset()
 
+    @property
+    def by_mode(self) -> dict[bool, Recording]:
+        """The recordings by the training flag."""
+        return {False: self.alignment.in_eval, True: self.alignment.in_train}
+
     def opacity(self, model: nn.Module) -> tuple[int, int]:
         """How many weights are inside modules kept whole for their data, and how many parts are kept so."""
         deciding = [whole for whole, reason in self.opaque.items() if reason != DIFFERS_BY_MODE]

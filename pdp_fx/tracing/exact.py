@@ -92,11 +92,10 @@ def _check_other_numbers(
     Raises:
         InexactError: the graph and the model differ on other numbers.
     """
-    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
-    for training, recording in by_mode.items():
+    for training, recording in recordings.by_mode.items():
         reading = {step.called for step in recording.steps if step.reads_numbers or step.sized}
         checked = any(step.decides and is_ragged(step.args[0]) for step in recording.steps)
-        fresh = _made_in_run(recording, by_mode[not training])
+        fresh = _made_in_run(recording, recordings.by_mode[not training])
         for other in example.with_other_numbers() if reading or fresh else ():
             problem = _problem_with(gm, model, other, training, checked)
             if problem:
@@ -115,8 +114,7 @@ def _check_other_draws(
     Raises:
         InexactError: the graph and the model differ.
     """
-    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
-    for training, recording in by_mode.items():
+    for training, recording in recordings.by_mode.items():
         skips = any(step.skipped for step in recording.steps)
         for seed in range(TRIALS) if skips else ():
             wanted = run(model, example, training, seeded(seed))
@@ -133,8 +131,7 @@ def _check_other_given(
     Raises:
         InexactError: the graph and the model differ.
     """
-    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
-    for training, recording in by_mode.items():
+    for training, recording in recordings.by_mode.items():
         for other in example.with_other_floats() if any(map(is_given, recording.steps)) else ():
             problem = _problem_with(gm, model, other, training, checked=False)
             if problem:
@@ -219,8 +216,7 @@ def _check_empty_selections(
     Raises:
         UnprovenError: the graph and the model may differ.
     """
-    by_mode = {False: recordings.alignment.in_eval, True: recordings.alignment.in_train}
-    for training, recording in by_mode.items():
+    for training, recording in recordings.by_mode.items():
         for told in recording.emptied:
             gone = set[fx.Node]()
             got = tried(gm, example, training, model, runner=emptying(told.numbers, gone))
