@@ -7,6 +7,7 @@ the graph is then run in both modes, and its outputs must equal the model's bit 
 tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which order.
 """
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
@@ -329,8 +330,10 @@ def without_shape(model: nn.Module) -> str | None:
 
 def _refuse_one_mode(model: nn.Module) -> None:
     """Refuse a model that cannot be trained and evaluated, as what `torch.export` makes of one."""
+    own = any(type(module).train is not nn.Module.train for module in model.modules())
     try:
-        with preserved(model):
+        # A `train` of their own may write to weights, as where adapters are merged.
+        with unwritten(model) if own else contextlib.nullcontext(), preserved(model):
             in_mode(model, training=False)
     except Exception as err:
         raise TraceError(

@@ -1,6 +1,6 @@
 import copy
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,25 +36,6 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.get_submodule(self.name)(x)
-
-
-class Merges(nn.Linear):
-    """Adds an adapter to its weight whenever it is put into eval mode, and takes it away again."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 4)
-        self.adapter, self.merged = nn.Parameter(torch.ones(4, 8)), False
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        if mode is self.merged:
-            self.weight.data += -self.adapter.detach() if mode else self.adapter.detach()
-            self.merged = not mode
-        return self
-
-    def forward(self, input: Tensor) -> Tensor:
-        y = super().forward(input)
-        return y if self.merged else y + input @ self.adapter.t()
 
 
 def nan_net() -> nn.Module:
@@ -249,13 +230,6 @@ REFUSED = {
         ROWS,
         TraceError,
         "cannot change between training and evaluation: .*prepare the Python model and export",
-    ),
-    "merged adapter": (
-        lambda: nn.Sequential(Merges(), nn.Linear(4, 2)),
-        at_once(Unstructured(0.5)),
-        ROWS,
-        TraceError,
-        "Sequential changes 0.weight when it is put into eval mode.*merge_weights=False",
     ),
     "no example": (Mlp, at_once(Unstructured(0.5)), ROWS[:0], TraceError, "give at least one example"),
     "nested example": (
