@@ -16,8 +16,7 @@ from pdp_fx.tracing.modes import When, function_of
 from pdp_fx.tracing.recomputing import RECOMPUTED
 from pdp_fx.tracing.restoring import changed_settings
 
-_OPAQUE = "opaque"
-_APART = (SKIPPED, MAY_WAIT, RECOMPUTED, _OPAQUE)
+_APART = (SKIPPED, MAY_WAIT, RECOMPUTED, "opaque")
 """The entries in the `meta` of nodes that need not run, or of which it is not known what they do."""
 
 
@@ -71,4 +70,4 @@ def _only_computes(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 def _may_write(user: fx.Node) -> bool:
     """Whether a node, or whoever gets what the graph returns, may write to what it is given."""
-    return user.op == "output" or _OPAQUE in user.meta
+    return user.op == "output" or "opaque" in user.meta

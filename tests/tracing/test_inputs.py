@@ -4,7 +4,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import pdp_fx
 from pdp_fx import Channels
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
+from tests.channels.nets_norms import Reversed
 from tests.nets import at_once
 from tests.tracing.checks import exact
 
@@ -157,22 +158,9 @@ def test_a_plain_argument_keeps_the_value_of_the_example() -> None:
         gm(rows(2), twice=False)
 
 
-class Reversing(torch.autograd.Function):
-    """Turns gradients round and scales them, as models that are adapted to another domain do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return -ctx.scale * grad, None
-
-
 FOLLOWED: dict[str, Callable[[Tensor, float], Tensor]] = {
     "scaled": lambda x, number: x * number + (1 - number),
-    "reversed": lambda x, number: Reversing.apply(x * 2, number),
+    "reversed": lambda x, number: cast(Tensor, Reversed.apply(x * 2, number)),
     "by_a_function": lambda x, number: x * (2 / (1 + math.exp(-10 * number)) - 1),
     "dropped": lambda x, number: torch.nn.functional.dropout(x * 2, number),
     "at_least": lambda x, number: x.clamp(min=max(number, 0.2)),
