@@ -52,8 +52,8 @@ def with_choices(
     """The recording of a model that branches on random numbers, with both ways of each branch.
 
     The other way is recorded for every second number at once, so that the value which goes on in the place
-    of skipped steps is seen by a step that is not skipped. Further recordings show of every two numbers
-    whether what one chooses depends on the other.
+    of skipped steps is seen by a step that is not skipped. Further recordings show of every two numbers,
+    and of every three in a row, whether what one chooses depends on the others.
 
     Args:
         base: a recording that answers False at each branch.
@@ -81,7 +81,14 @@ def with_choices(
             for bit in range(max(1, (count - 1).bit_length()))
             for side in (0, 1)
         ]
-        recorded = {turn: taking(longer ^ turn) for turn in (*turns, frozenset(range(count))) if turn}
+        thirds = [
+            frozenset(number for number in range(count) if (number + shift) % 3 < width)
+            for width in (1, 2)
+            for shift in range(3)
+        ]
+        recorded = {
+            turn: taking(longer ^ turn) for turn in (*turns, *thirds, frozenset(range(count))) if turn
+        }
         merge = _Merge(full, longer)
         return merge.merged([(turn, recorded[turn]) for turn in turns[:2] if turn], list(recorded.items()))
     except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn

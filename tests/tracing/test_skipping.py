@@ -465,6 +465,27 @@ def test_a_decoder_with_teacher_forcing_is_pruned(draw: str) -> None:
         assert max(float((one - two).detach().abs().max()) for one, two in pairs) < 1e-12
 
 
+class OfThree(nn.Module):
+    """What the third number chooses is another thing only where the second is small and the first is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.first(x) if torch.rand([]) > 0.01 else x
+        z = y if torch.rand([]) < 0.01 else x
+        return y + (z.relu() if torch.rand([]) < 0.01 else self.last(y))
+
+
+def test_what_three_numbers_choose_together_is_seen_however_rare_it_is() -> None:
+    gm = exact(nn.Sequential(OfThree()), torch.randn(3, 4))
+    assert not choices(gm)
+    assert "branches on the numbers in a tensor" in opaque(gm)["0"]
+
+
 def test_what_eval_mode_chooses_at_random_has_the_same_channels_in_both_ways() -> None:
     model, x = Skips("of_two_ways").double(), torch.randn(6, 4, dtype=torch.float64)
     prepared = pruned(model, at_once(Channels(ratio=0.5, through_norms=True)), x).eval()
