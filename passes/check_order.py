@@ -21,8 +21,10 @@ from pdp_fx.channels.record import Record, StandIn
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.example_inputs import Shapes, fresh, trial
+from pdp_fx.ops.kinds import owned_names
 from pdp_fx.passes.shrink_channels import Shrunk
 from pdp_fx.passes.verify_equivalence import Reference
+from pdp_fx.weights.writes import idle_in_eval, writes, written_by_element
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class CheckOrder(Pass):
         with trial(gm):
             inputs, before = fresh(ctx.example_inputs), shrunk.found
             stand_ins = _remaining_stand_ins(gm, before)
-            after = observe(gm, inputs, {}, before.grouped, stand_ins, before.inner).record
+            written = written_by_element(gm, writes(gm, owned_names(gm)), idle_in_eval(gm.graph))
+            after = observe(gm, inputs, {}, before.grouped, stand_ins, before.inner, written).record
         ctx.put(Shapes({node: values[0].shape for node, values in after.values.items() if values}))
         wrong = _new_meetings(shrunk, after, _is_decided_by_numbers(gm, ctx))
         if wrong:

@@ -18,6 +18,7 @@ from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import trial
+from pdp_fx.ops.data import data_of
 from pdp_fx.ops.explicit import reclass
 from pdp_fx.ops.kinds import attribute, kind_of, named_modules, owned_names
 from pdp_fx.passes.choose_targets import Plan
@@ -25,6 +26,7 @@ from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.objects import join_methods
+from pdp_fx.weights.sources import sources_of, stored_nodes
 from pdp_fx.weights.without_gradients import part_to_leave, switches_off
 from pdp_fx.weights.writes import Writes, idle_in_eval, read_to_write, reads_layout, writes
 
@@ -162,6 +164,7 @@ def _merge_reads(
         return user not in writing and not (writing and reads_layout(user))
 
     found: dict[str, fx.Node] = {}
+    _show_writes(gm, wanted, names)
     for node in gm.graph.find_nodes(op="get_attr"):
         name = names.get(id(attribute(gm, node.target)), "")
         users = [user for user in node.users if uses(user)]
@@ -178,6 +181,16 @@ def _merge_reads(
             node.replace_all_uses_with(found[name], delete_user_cb=uses)
     _give_gradients(gm.graph, found, written)
     return found
+
+
+def _show_writes(gm: fx.GraphModule, wanted: set[str], names: dict[int, str]) -> None:
+    """Let masks, which look at a parameter's version, see what is written to it through `Tensor.data`."""
+    views = [*gm.graph.find_nodes(op="call_function", target=data_of)]
+    stored = stored_nodes(gm) if views else set[fx.Node]()
+    for view in stored.intersection(views):
+        reads = [node for node in sources_of(view) if node.op == "get_attr"]
+        if any(names.get(id(attribute(gm, read.target)), "") in wanted for read in reads):
+            view.op, view.target = "call_method", "detach"
 
 
 def _give_gradients(graph: fx.Graph, reads: Mapping[str, fx.Node], written: Writes) -> None:

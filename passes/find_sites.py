@@ -105,21 +105,21 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     stand_ins = computed.stand_ins()
     instead = {name: by for by in stand_ins if by.alone for name in by.sources}
     standing = {by.parameter for by in instead.values()}
-    always = {
+    changed = {
         name: f"which %{node.name} writes to"
         for node, found in written.items()
         if node not in trains
-        for name in found
+        for name in found - element_by_element
     }
     barred = _barred(gm, names, inputs) | dict.fromkeys(outdated - standing, OUTDATED)
-    barred |= dict.fromkeys(always.keys() - element_by_element, WRITTEN)
+    barred |= dict.fromkeys(changed, WRITTEN)
     weights = tuple(
         _site(name, gm.get_parameter(name).ndim, found, instead.get(name), barred.get(name))
         for name, found in uses.items()
     )
     trained = frozenset(name for node, found in written.items() if node in trains for name in found)
     late = dict.fromkeys(outdated, f"as {OUTDATED}")
-    out_of_reach = late | always | _used_inside(gm, names)
+    out_of_reach = late | changed | _used_inside(gm, names)
     return Sites(weights, out_of_reach, stand_ins, trained, element_by_element)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from pdp_fx.channels.analysis import observe, structure
+from pdp_fx.channels.analysis import Observed, observe, structure
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.choices import choose
 from pdp_fx.channels.elsewhere import heed_other_sizes
@@ -48,7 +48,7 @@ class LabelWatch:
         sites = self.sites = ctx.get(Sites)
         drawn = random_state()
         with in_eval_form(gm.graph):
-            observed = observe(gm, inputs, sites.out_of_reach, stand_ins=sites.stand_ins)
+            observed = _observed(sites, gm, inputs)
         if random_state() == drawn:
             self.outcome = outcome(gm, observed.output)
         self.record = observed.record
@@ -70,13 +70,20 @@ class LabelChannels(Pass):
         return False
 
 
+def _observed(
+    sites: Sites, gm: fx.GraphModule, inputs: Inputs, inner: frozenset[str] = frozenset()
+) -> Observed:
+    """`observe`, with what is known of the weights."""
+    by_element = sites.element_by_element
+    return observe(gm, inputs, sites.out_of_reach, {}, sites.stand_ins, inner, by_element)
+
+
 def _channels(gm: fx.GraphModule, ctx: Context, inputs: Inputs) -> ChannelMap:
     sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
 
     def observed(call: Inputs, inner: frozenset[str] = frozenset()) -> Record:
         with trial(gm):
-            run = observe(gm, fresh(call), sites.out_of_reach, stand_ins=sites.stand_ins, inner=inner)
-            return run.record
+            return _observed(sites, gm, fresh(call), inner).record
 
     def taken(call: ExampleCall) -> None:
         with trial(gm):

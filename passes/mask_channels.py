@@ -158,7 +158,8 @@ def _mask_group(
         least=least,
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
-    mask.copies = not ctx.get(Sites).trained.isdisjoint(names)
+    sites = ctx.get(Sites)
+    mask.copies = not (sites.trained | sites.element_by_element).isdisjoint(names)
     key = ctx.get(Pruner).add(group.name, mask, rule)
     computed = [exposed.computed[name] for name in names if name in exposed.computed]
     trains = idle_in_eval(gm.graph) if computed else set[fx.Node]()

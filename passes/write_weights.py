@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.passes.harden_masks import frozen_as, swap_tensors
+from pdp_fx.passes.harden_masks import swap_tensors
 from pdp_fx.pruner import Pruner
 from pdp_fx.weights.sources import computed, sources_of
 
@@ -30,7 +30,9 @@ class WriteWeights(Pass):
         for name, place in pruner.computed.items():
             old = gm.get_parameter(name)
             with torch.no_grad():
-                swap_tensors(gm, {old: frozen_as(old, computed(gm, nodes[place]))})
+                # Rows of equal length are ranked by their last bits, which depend on how memory is laid out.
+                value = computed(gm, nodes[place]).to(old.dtype, copy=True)
+                swap_tensors(gm, {old: nn.Parameter(value, requires_grad=old.requires_grad)})
             _read_instead(gm.graph, nodes[place], name)
         written, pruner.computed = bool(pruner.computed), {}
         return written

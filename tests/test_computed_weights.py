@@ -367,6 +367,33 @@ def test_weights_that_change_while_training_are_those_that_the_model_uses(
     check_converted(model, prepared.eval(), [(x,)])
 
 
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "by columns": lambda given: torch.linalg.qr(given).Q,
+    "transposed": lambda given: functional.normalize(given.t().contiguous(), dim=1).t(),
+    "by rows": lambda given: torch.linalg.qr(given).Q.contiguous(),
+}
+
+
+@pytest.mark.parametrize("way", COMPUTED)
+def test_channels_of_one_length_are_the_same_whatever_way_a_weight_lies_in_memory(way: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 8)
+            self.given = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = functional.relu(self.first(x)) @ COMPUTED[way](self.given)
+            return self.last(functional.relu(hidden))
+
+    torch.manual_seed(18)
+    model, x = Model().double(), torch.randn(3, 5, 6, dtype=torch.float64)
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), x)
+    pdp_fx.step(prepared)
+    converted = check_converted(model, prepared.eval(), [(x,)])
+    assert converted.get_parameter("last.weight").shape[1] < 16
+
+
 class IteratedInEval(nn.Linear):
     """Spectral norm as it is often written by hand: every call goes a step on, in eval mode, too."""
 

@@ -568,6 +568,23 @@ def test_a_weight_that_is_read_before_it_is_written_stays() -> None:
         )
 
 
+def test_a_weight_that_is_written_unseen_at_two_calls_has_its_gradients() -> None:
+    class Twice(Writes):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                self.write(self.own, self.other)
+                x = self.own(x).relu()
+            return self.out(self.other(x))
+
+    model, x = Twice(WRITES["multiplied by ones and zeros"]).double(), torch.randn(5, 8, dtype=torch.float64)
+    prepared = pdp_fx.prepare(copy.deepcopy(model), at_once(Unstructured(0.5)), x)
+    assert "own_weight" not in prepared.get_submodule("pdp.masks")._modules
+    for each in (model, prepared):
+        each.train()(x).sum().backward()
+    assert model.own.weight.grad is not None
+    assert torch.equal(prepared.get_parameter("own.weight").grad, model.own.weight.grad)
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()

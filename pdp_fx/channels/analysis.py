@@ -7,7 +7,7 @@ dropped channel is exactly 0 wherever it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -121,6 +121,7 @@ def observe(
     grouped: Mapping[tuple[str, str], bool] = MappingProxyType({}),
     stand_ins: Iterable[StandIn] = (),
     inner: frozenset[str] = frozenset(),
+    element_by_element: Collection[str] = (),
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
 
@@ -132,8 +133,9 @@ def observe(
             channels were removed. With one channel left in each group this could not be told.
         stand_ins: computed weights that can be pruned in the place of parameters.
         inner: the nodes at which channels inside others are followed (`choices`).
+        element_by_element: parameters that the model writes to so that masks do not matter.
     """
-    flow = LabelFlow(gm, out_of_reach, rule_of, inner)
+    flow = LabelFlow(gm, out_of_reach, element_by_element, rule_of, inner)
     flow.grouped_before = grouped
     computed = {by.node: by for by in stand_ins}
 

@@ -7,7 +7,7 @@ rule, which says by the methods of `LabelFlow` what happens to the labels. The f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,7 @@ class LabelFlow(TorchDispatchMode):
     Args:
         gm: the graph module; its parameters and buffers are labelled axis by axis.
         out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
+        element_by_element: parameters that the model writes to so that masks do not matter.
         rules: finds the rule of an operation.
         inner: the nodes at which channels inside others are followed (`takes_inner`).
 
@@ -84,6 +85,7 @@ class LabelFlow(TorchDispatchMode):
         self,
         gm: fx.GraphModule,
         out_of_reach: Mapping[str, str],
+        element_by_element: Collection[str],
         rules: Callable[[Call], Rule],
         inner: frozenset[str],
     ) -> None:
@@ -100,6 +102,7 @@ class LabelFlow(TorchDispatchMode):
         self._gapped: list[tuple[Tensor, Tensor]] = []
         self._rules = rules
         self._out_of_reach = out_of_reach
+        self._element_by_element = element_by_element
         self._layers = WeakTensorKeyDictionary()
         self._aliases = Aliases()
 
@@ -161,15 +164,16 @@ class LabelFlow(TorchDispatchMode):
         is_result = any(tensor is write.target for tensor in flat_tensors(call.result))
         for alias in write.aliases:
             before = self._labelled(alias)
+            settled = self.stored.name(alias) in self._element_by_element
             of_weights = alias in self.stored and any(origins(layer) for layer in before)
-            if is_result and not of_weights:
+            if is_result and (settled or not of_weights):
                 followed, stays = follow(write, alias, before, self._labelled(write.target))
             else:
                 known = [*write.sources, write.target, alias]
                 followed, stays = [], [layer.ids for tensor in known for layer in self._labelled(tensor)]
             for each in followed:
                 self.tie(each.part.ids, each.now.ids)
-            self.put(alias, [each.result() for each in followed])
+            self.put(alias, [each.layer if settled else each.result() for each in followed])
             self.stored.written(alias, write.target)
             if stays:
                 self._aliases.lose(alias, stays, self._reason(*OVERWRITTEN))
@@ -177,7 +181,8 @@ class LabelFlow(TorchDispatchMode):
 
     def _keep_written(self, written: Any) -> None:
         """Freeze the channels of a parameter that is written to in eval mode: their ranks would change."""
-        if isinstance(written, Tensor) and self.stored.name(written) in self.stored.parameters:
+        name = self.stored.name(written) if isinstance(written, Tensor) else ""
+        if name in self.stored.parameters and name not in self._element_by_element:
             self.freeze_all([written], "the model writes to this parameter in eval mode, too")
 
     def stand_in(self, value: Tensor, by: StandIn) -> bool:

@@ -4,7 +4,6 @@ import operator
 from typing import Any
 
 import torch
-from torch import nn
 
 from pdp_fx.ops.data import data_of
 from pdp_fx.tracing import functions
@@ -313,9 +312,8 @@ def check(recorder: Recorder, condition: torch.Tensor) -> None:
 
 
 def _data(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.data`; for a parameter `tensor.detach()`, so that masks see what is written to it."""
-    masked = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    return recorder.function(torch.Tensor.detach if masked else data_of, (tensor,), {})
+    """`tensor.data`."""
+    return recorder.function(data_of, (tensor,), {})
 
 
 def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ class MaskedKernel(nn.Module):
 
 
 class KernelMaskedInPlace(nn.Module):
-    """A kernel is masked in its own memory whenever it is used (PixelCNN): its channels stay."""
+    """A kernel is masked in its own memory whenever it is used (PixelCNN)."""
 
     mask: Tensor
 
@@ -91,6 +91,40 @@ class KernelMaskedInPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.conv.weight.data *= self.mask
+        return self.head(self.conv(self.stem(x).relu()).relu())
+
+
+class StreamOfKernelsMaskedInPlace(nn.Module):
+    """The channels of a stream are ranked before the later kernels are masked, weight by weight."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 1)
+        self.middle = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.register_buffer("seen", torch.rand(8, 8, 3, 3) < 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        for conv in self.middle:
+            with torch.no_grad():
+                conv.weight[:, :, 2] = 0
+                conv.weight.mul_(self.seen)
+            x = x + conv(x).relu()
+        return self.head(x)
+
+
+class RowsOfLengthOne(nn.Module):
+    """The rows of a kernel are brought to one length whenever it is used, so a mask would not last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv, self.head = conv_bn(3, 6), nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.conv.weight.div_(self.conv.weight.square().sum((1, 2, 3), keepdim=True).sqrt())
         return self.head(self.conv(self.stem(x).relu()).relu())
 
 
@@ -420,7 +454,9 @@ WEIGHTS = (
     Construct(TableFromImages, images(), removed=3, reason="both axes of an embedding table"),
     Construct(SumOfKernels, images(), removed=7),
     Construct(MaskedKernel, images(), removed=7),
-    Construct(KernelMaskedInPlace, images(), reason="written to in place through a view"),
+    Construct(KernelMaskedInPlace, images(), removed=7),
+    Construct(StreamOfKernelsMaskedInPlace, images(), removed=4),
+    Construct(RowsOfLengthOne, images(), reason="the model writes to this parameter in eval mode, too"),
     Construct(TiedAutoencoder, sequences(), removed=4),
     Construct(CatOfWeights, sequences(), removed=12),
     Construct(HalfOfWeight, sequences(), removed=4),
