@@ -581,8 +581,10 @@ def test_a_weight_that_is_written_unseen_at_two_calls_has_its_gradients() -> Non
     assert "own_weight" not in prepared.get_submodule("pdp.masks")._modules
     for each in (model, prepared):
         each.train()(x).sum().backward()
-    assert model.own.weight.grad is not None
-    assert torch.equal(prepared.get_parameter("own.weight").grad, model.own.weight.grad)
+    found, wanted = prepared.get_parameter("own.weight").grad, model.own.weight.grad
+    assert found is not None
+    assert wanted is not None
+    assert torch.equal(found, wanted)
 
 
 class TwoInputs(nn.Module):

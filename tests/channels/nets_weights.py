@@ -1,6 +1,7 @@
 """Weights that are computed from parameters before they are used."""
 
 import warnings
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -109,8 +110,9 @@ class StreamOfKernelsMaskedInPlace(nn.Module):
         x = self.stem(x).relu()
         for conv in self.middle:
             with torch.no_grad():
-                conv.weight[:, :, 2] = 0
-                conv.weight.mul_(self.seen)
+                weight = cast(Tensor, conv.weight)
+                weight[:, :, 2] = 0
+                weight.mul_(self.seen)
             x = x + conv(x).relu()
         return self.head(x)
 
