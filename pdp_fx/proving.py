@@ -237,13 +237,29 @@ def _converted(
         if tolerance < rounding:
             # A model of float64 weights may cast to float32 inside, as norms of language models do.
             with Precision() as precision:
-                outputs = eval_outputs(gm, inputs)
+                outputs = _given_by(gm, inputs)
             tolerance = tolerance if precision.double else rounding
         else:
-            outputs = eval_outputs(gm, inputs)
+            outputs = _given_by(gm, inputs)
         ctx.put(Reference(outputs, tolerance, labels, _elsewhere(gm, pruner, inputs) if labels else ()))
     CONVERT.run(gm, ctx, on_pass)
     return plain(gm)
+
+
+def _given_by(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
+    """What the prepared model gives for its example, which it may not take any more, as a queue that is full.
+
+    Raises:
+        StateError: it fails.
+    """
+    try:
+        return eval_outputs(gm, inputs)
+    except Exception as err:
+        raise StateError(
+            "the prepared model fails on the example that it was made with, so that nothing can be proved of "
+            f"what it is converted to: {type(err).__name__}: {err}; put its buffers back, as by "
+            "load_state_dict, into a state in which it takes the example"
+        ) from err
 
 
 def _elsewhere(

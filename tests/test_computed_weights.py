@@ -394,6 +394,28 @@ def test_channels_of_one_length_are_the_same_whatever_way_a_weight_lies_in_memor
     assert converted.get_parameter("last.weight").shape[1] < 16
 
 
+def test_a_weight_that_is_said_to_need_gradients_is_not_written_to() -> None:
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = parametrizations.spectral_norm(nn.Linear(6, 16))
+            self.out = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for parameter in self.inner.parameters():
+                parameter.requires_grad_(True)
+            return self.out(functional.relu(self.inner(x)))
+
+    torch.manual_seed(0)
+    model, x = Critic().double(), torch.randn(5, 6, dtype=torch.float64)
+    for rule in (Unstructured(0.5), Channels(ratio=0.5)):
+        prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=AT_ONCE), x)
+        pdp_fx.step(prepared)
+        train(prepared, [(x,)] * 2)
+        converted = check_converted(model, prepared.eval(), [(x,)])
+    assert converted.get_parameter("out.weight").shape == (1, 8)
+
+
 class IteratedInEval(nn.Linear):
     """Spectral norm as it is often written by hand: every call goes a step on, in eval mode, too."""
 

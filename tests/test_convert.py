@@ -626,6 +626,36 @@ def test_a_ramp_that_has_not_finished_is_warned_of(caplog: pytest.LogCaptureFixt
     assert difference(prepared.eval(), converted, x) <= 1e-5
 
 
+class Queue(nn.Module):
+    """Writes what it makes into a queue, and begins anew when that is full."""
+
+    queue: Tensor
+    place: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.register_buffer("queue", torch.zeros(16, 8))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, place = self.linear(x), int(self.place)
+        self.queue[place : place + len(y)] = y.detach()
+        self.place.copy_((self.place + len(y)) % 16)
+        return y @ self.queue.t()
+
+
+def test_a_model_whose_buffers_no_longer_fit_its_example_is_refused() -> None:
+    prepared = pruned(Queue(), Unstructured(0.5), torch.randn(4, 6))
+    prepared.get_buffer("place").fill_(14)
+    assert prepared(torch.randn(2, 6)).shape == (2, 16)
+    prepared.get_buffer("place").fill_(14)
+    with pytest.raises(StateError, match="fails on the example that it was made with.* put its buffers back"):
+        pdp_fx.convert(prepared)
+    prepared.get_buffer("place").fill_(0)
+    assert pdp_fx.convert(prepared)
+
+
 def test_weights_that_became_nan_are_refused() -> None:
     model, x = net("conv")
     prepared = pruned(model, Unstructured(0.5), x)

@@ -1,8 +1,9 @@
 """Recording a model in both modes, repeatedly, until all that a graph cannot express is kept whole."""
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.leaves import stores_tensors
+from pdp_fx.tracing.masking import is_as_without
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.record import record
 from pdp_fx.tracing.selecting import note_idle, selects_alike
@@ -153,7 +155,7 @@ def recorded_again(
     example: ExampleCall,
     training: bool,
     findings: Findings,
-    empty: Container[int] = (),
+    empty: Mapping[int, int] = MappingProxyType({}),
     decoy: Decoy | None = None,
 ) -> Recording:
     """Another recording of a model that was recorded, to compare; no branch on random numbers is taken.
@@ -188,15 +190,20 @@ def _told_of_empty(
         by_line.setdefault(asked.source, {})[asked.number] = None
     emptied: list[Emptied] = []
 
+    made = {place: step.selects for place, step in enumerate(recording.steps) if step.selects}
+
     def told(numbers: frozenset[int]) -> Outcome | None:
         if recording.draws:
             return None
         try:
-            other = recorded_again(model, example, training, findings, numbers)
+            empty = {place: selects for place, selects in made.items() if abs(selects) in numbers}
+            other = recorded_again(model, example, training, findings, empty)
         except Exception as err:  # noqa: BLE001 the model need not bear to be told that nothing is selected
             _log.info("fails where nothing is selected: %s", err)
             return None
-        return other.outcome if note_idle(recording, other, numbers) else None
+        alone = next(iter(numbers)) if len(numbers) == 1 else None
+        shown = alone is not None and is_as_without(recording, other, alone)
+        return other.outcome if shown or note_idle(recording, other, numbers) else None
 
     unproven = set[str]()
     for line, numbers in by_line.items():

@@ -168,6 +168,16 @@ def acts_in_place(node: fx.Node) -> bool:
     return is_in_place(f"__{name}__") or (name.endswith("_") and not name.endswith("__"))
 
 
+def changes_numbers(node: fx.Node) -> bool:
+    """Whether a node acts in place on the numbers in a tensor."""
+    return acts_in_place(node) and not only_marks(node)
+
+
+def only_marks(node: fx.Node) -> bool:
+    """Whether a node acts in place, but on no numbers: it says whether a tensor needs a gradient."""
+    return function_of(node) in ("requires_grad_", torch.Tensor.requires_grad_)
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """What a node that acts in place changes."""
     place = int(isinstance(node.target, When))

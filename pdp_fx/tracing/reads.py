@@ -268,7 +268,7 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
         if way is not None:
             return way
         asked = asks_any(value)
-        some = None if asked is None else recorder.selected(asked[0])
+        some = None if asked is None else recorder.selected(asked[0], asked[2])
         if asked is not None and some is not None:
             return asked[1] == some
         raise NumberReadError(reads(value, "branches on the numbers in a tensor"), truth)

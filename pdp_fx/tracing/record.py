@@ -1,8 +1,9 @@
 """One recorded run of a model on its example inputs."""
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import nn
 
@@ -25,7 +26,7 @@ def record(
     example: ExampleCall,
     findings: Findings,
     answers: Callable[[int], bool] | None = None,
-    empty: Container[int] = (),
+    empty: Mapping[int, int] = MappingProxyType({}),
     decoy: Decoy | None = None,
 ) -> Recording:
     """Run the model, in the mode that it is in, and record what it does.
@@ -35,7 +36,8 @@ def record(
         example: the arguments; tensors in them may change.
         findings: what is known of the model, such as the parts to keep whole; what is learned is added.
         answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
-        empty: the selections that count as empty where the model branches on that, by number from 1.
+        empty: the selections that are made empty and count as such where the model branches on that, as in
+            `Step.selects`, by the places of the steps that make them.
         decoy: as in `sizes.Session`.
 
     Raises:

@@ -8,10 +8,10 @@ records again.
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,7 +29,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.objects import Apply
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
-from pdp_fx.tracing.selecting import selection
+from pdp_fx.tracing.selecting import says, selection
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Live, Place, Session, given_as, live, note_fixed, plain, value_of
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
@@ -75,7 +75,7 @@ class Recorder:
         model: the model that runs.
         findings: what is known of the model, such as the parts to keep whole.
         answers: which way to go at each branch that is recorded both ways, by number; None to refuse such.
-        empty: the selections, by number from 1, that count as empty where the model branches on that.
+        empty: as for `record.record`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Recorder:
         model: nn.Module,
         findings: Findings,
         answers: Callable[[int], bool] | None = None,
-        empty: Container[int] = (),
+        empty: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
@@ -400,14 +400,22 @@ class Recorder:
         self.draws.append(Draw(value, number, len(self.steps), self.scope, source_line(), repairs))
         return self._answers(number)
 
-    def selected(self, mask: Step | None) -> bool | None:
-        """Whether to go on as if a mask selected any, at a branch on it; None if it is not followed."""
+    def selected(self, mask: Step | None, inverted: bool = False) -> bool | None:
+        """Whether to go on as if a mask selected any, at a branch on it; None if it is not followed.
+
+        Args:
+            mask: the step that makes the mask, if it is known.
+            inverted: whether it selects what is False.
+        """
         source = source_line()
         if mask is None or self.inside or source in self.findings.unproven:
             return None
-        mask.selects = mask.selects or 1 + max((asked.number for asked in self._asked), default=0)
-        self._asked.append(Asked(mask.selects, len(self.steps), source))
-        return mask.selects not in self._empty
+        number = abs(mask.selects) or 1 + max((asked.number for asked in self._asked), default=0)
+        if mask.selects not in (0, -number if inverted else number):
+            return None
+        mask.selects = -number if inverted else number
+        self._asked.append(Asked(number, len(self.steps), source))
+        return number not in map(abs, self._empty.values())
 
     def _counts(self, count: Value) -> bool | None:
         return self.selected(selection(count)) if is_ragged(count) else None
@@ -548,6 +556,8 @@ class Recorder:
         """Add a step that has run, and return its result as the model's code gets it."""
         if any(tensor.is_nested for tensor in tensors(result)):
             raise UnrecordableError("makes a nested tensor, whose rows differ in length")
+        if len(self.steps) in self._empty and says(step):
+            self.run(torch.Tensor.fill_, (result, self._empty[len(self.steps)] < 0), {})
         self.steps.append(step)
         if self.session.decoy is not None and len(self.steps) > self.session.decoy.most:
             raise TooLongError

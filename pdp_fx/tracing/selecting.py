@@ -37,12 +37,20 @@ _LOOKS = frozenset(
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _SAYS = _COMPARES | {"any", "all", "logical_and", "logical_or", "logical_xor", "logical_not", "isin"}
 """What gives booleans only."""
+_INVERTS = frozenset({"invert", "__invert__", "bitwise_not"})
 
 
-def asks_any(value: Any) -> tuple[Step, bool] | None:
-    """The selection of which the truth of a tensor tells whether it is empty, and the truth if it is not."""
+def asks_any(value: Any) -> tuple[Step, bool, bool] | None:
+    """The selection of which the truth of a tensor tells whether it is empty.
+
+    Returns:
+        The step that makes its mask, the truth if it is not empty, and whether it selects what is False.
+    """
     if not isinstance(value, Step):
         return None
+    kept = _source(_operand(value, {"all"}))
+    if kept is not None and says(kept):
+        return kept, False, True
     truth: bool | None = True
     counted = _operand(value, {"any"})
     if value.called in _COMPARES and len(value.args) == 2:
@@ -51,7 +59,7 @@ def asks_any(value: Any) -> tuple[Step, bool] | None:
         if counted is not None and counted.called not in _SAYS:
             return None
     mask = _source(counted)
-    return None if mask is None or truth is None else (mask, truth)
+    return None if mask is None or truth is None else (mask, truth, False)
 
 
 def selection(count: Any) -> Step | None:
@@ -71,6 +79,12 @@ def selection(count: Any) -> Step | None:
     index = next((part for part in all_values(count.args[1]) if isinstance(part, Step | Expr)), None)
     mask = _source(index)
     return mask if mask is not None and (mask.called in _SAYS or not is_ragged(index)) else selection(index)
+
+
+def says(step: Step) -> bool:
+    """Whether a step makes booleans, in memory of their own."""
+    inverted = _operand(step, _INVERTS)
+    return step.called in _SAYS if inverted is None else says(inverted)
 
 
 def _operand(value: Any, names: Container[str]) -> Step | None:

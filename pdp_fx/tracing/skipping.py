@@ -347,7 +347,7 @@ class _Merge:
             region = self._region_of.get(tree) if self._is_left_out(tree, turn) else None
             choice = None if region is None else region.choices.get(tree)
             return tree if choice is None else self._chosen(choice.args[1], turn)
-        return _mapped(lambda part: self._chosen(part, turn), tree)
+        return mapped(lambda part: self._chosen(part, turn), tree)
 
     def _paired(self, turn: frozenset[int], other: Recording) -> dict[Step, Step]:
         """The steps of another recording with their counterparts; those without are put into regions."""
@@ -465,7 +465,7 @@ class _Merge:
         if isinstance(tree, Step):
             region = self._region_of.get(tree)
             return tree if region is None or region is own else region.choices.get(tree, tree)
-        return _mapped(lambda part: self._replaced(part, own), tree)
+        return mapped(lambda part: self._replaced(part, own), tree)
 
 
 def _kinds(steps: Sequence[Step]) -> list[Hashable]:
@@ -531,10 +531,10 @@ def _translated(value: Any, pairs: Mapping[Step, Step]) -> Any:
         if value not in pairs:
             raise _DiffersError("more differs than what is left out")
         return pairs[value]
-    return _mapped(lambda part: _translated(part, pairs), value)
+    return mapped(lambda part: _translated(part, pairs), value)
 
 
-def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
     """A structure or an expression with each part changed; anything else as it is."""
     if isinstance(tree, Expr):
         return Expr(tree.call, tuple(map(change, tree.args)), {k: change(v) for k, v in tree.kwargs.items()})

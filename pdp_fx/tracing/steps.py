@@ -106,7 +106,7 @@ class Step:
             only where others are skipped; else 0.
         repairs: whether it computes what goes on where numbers are not finite.
         selects: the number, from 1, of the selection that it makes, if the model asks whether that is empty;
-            else 0.
+            negative if that is of what is False in it; else 0.
         idle: the number of the selection without which it does nothing, since the model leaves it out then;
             else 0.
     """

@@ -108,8 +108,10 @@ class _Emptying(Interpreter):
         found = list(tensors(result))
         if found and not any(tensor.numel() for tensor in found):
             self.gone.add(n)
-        emptied = n.meta.get(SELECTS, 0) in self.selections and isinstance(result, torch.Tensor)
-        return torch.zeros_like(result) if emptied else result
+        selects = n.meta.get(SELECTS, 0)
+        if abs(selects) not in self.selections or not isinstance(result, torch.Tensor):
+            return result
+        return torch.full_like(result, selects < 0)
 
 
 def _run(model: nn.Module, call: ExampleCall, training: bool, runner: Runner) -> Outcome:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.channels.record import StandIn
 from pdp_fx.ops.kinds import attribute
-from pdp_fx.tracing.functions import acts_in_place
+from pdp_fx.tracing.functions import changes_numbers, only_marks
 from pdp_fx.tracing.modes import When
 from pdp_fx.tracing.structure import are_equal
 from pdp_fx.tracing.watch import storage_of
@@ -39,13 +39,14 @@ class Standing:
         self._overwritten: set[fx.Node] = set()
         self._idle = idle_in_eval(gm.graph)
         self._stored = stored_nodes(gm)
+        self._marks = {node for node in gm.graph.nodes if only_marks(node) and not node.users}
         steps: list[fx.Node] = []
         for node in gm.graph.nodes:
             for name in self._read_by(node):
                 self._readers.setdefault(name, []).append(node)
-            if acts_in_place(node) and node not in self._idle:
+            if changes_numbers(node) and node not in self._idle:
                 self._overwritten.update(node.all_input_nodes)
-            elif acts_in_place(node):
+            elif changes_numbers(node):
                 steps.append(node)
         self._steps = memory_written(gm, steps, self._stored)
 
@@ -80,7 +81,7 @@ class Standing:
         """Whether a weight can be computed earlier, with the steps of training that change what it reads."""
         steps = {node for node, written in self._steps.items() if not written.isdisjoint(memory)}
         together = set(computed_with(weight, self._idle))
-        others = {node for node in self._idle - steps if acts_in_place(node)}
+        others = {node for node in self._idle - steps if changes_numbers(node)}
         own = (self._idle - others).union(sources_of(weight))
         switches = [node for node in together if node.target == SWITCH]
         return not steps or (steps <= together <= own & self._stored and len(switches) % 2 == 0)
@@ -93,7 +94,7 @@ class Standing:
         for node in sources[:-1]:
             if not serving.isdisjoint(node.all_input_nodes):
                 serving.add(node)
-        inside = self._idle.union(sources)
+        inside = self._idle.union(sources, self._marks)
         return serving <= inside and all(user in inside for node in serving for user in node.users)
 
     def _read_by(self, node: fx.Node) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.ops.kinds import attribute
-from pdp_fx.tracing.functions import acts_in_place, written_by
+from pdp_fx.tracing.functions import acts_in_place, changes_numbers, written_by
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.modes import When, asks_mode, called_module
 from pdp_fx.tracing.steps import LAYOUT
@@ -105,7 +105,7 @@ def writes(gm: fx.GraphModule, names: Mapping[int, str]) -> Writes:
         gm: the graph module, inside a `trial` of it.
         names: the name of every parameter and buffer by its id.
     """
-    acting = [node for node in gm.graph.nodes if acts_in_place(node)]
+    acting = [node for node in gm.graph.nodes if changes_numbers(node)]
     memory: dict[int, set[str]] = {}
     for parameter in gm.parameters() if acting else ():
         memory.setdefault(storage_of(parameter), set()).add(names[id(parameter)])

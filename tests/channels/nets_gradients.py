@@ -61,6 +61,15 @@ class PenalisesSlopes(Energy):
         return score + (slope.norm(dim=1, keepdim=True) - 1) ** 2
 
 
+class ForcesOfManyActivations(Forces):
+    """The slopes of activations that are no smooth functions, or not only."""
+
+    def energy(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        x = F.softplus(x) + F.elu(x) + F.leaky_relu(x) + F.hardswish(x) + F.hardtanh(x)
+        return self.out(F.celu(x) + F.softshrink(x) + F.hardshrink(x))
+
+
 class LearnsOnce(Energy):
     """Takes one step of training for each call, as in meta-learning."""
 
@@ -95,6 +104,7 @@ GRADIENTS: tuple[Construct, ...] = (
     Construct(ForcesInAnyMode, vectors(), removed=4),
     Construct(ReadsForces, vectors(), removed=4),
     Construct(PenalisesSlopes, vectors(), removed=4),
+    Construct(ForcesOfManyActivations, vectors(), removed=4),
     Construct(LearnsOnce, vectors(), removed=4),
     Construct(HoldsForces, vectors(), removed=4, reason="decides by its data"),
 )
