@@ -36,7 +36,7 @@ def is_as_without(full: Recording, other: Recording, number: int) -> bool:
         if done < len(others) and known.is_same(step, others[done], pairs):
             if not known.outlasts(step) or step.selects != others[done].selects:
                 return False
-            pairs[others[done]] = known.resolved(step)
+            pairs[others[done]] = step
             done += 1
         elif not known.is_idle(step):
             return False
@@ -49,6 +49,7 @@ class _Known:
     def __init__(self) -> None:
         self._numbers: dict[Step, int] = {}
         self._same: dict[Step, Any] = {}
+        self._shaped: dict[tuple[Step, tuple[int, ...] | None], Step] = {}
 
     def resolved(self, value: Any) -> Any:
         """The value that a value is the same as, also inside a structure."""
@@ -68,6 +69,11 @@ class _Known:
             self._numbers[step] = int(selects < 0)
             return
         name, args = _name(step), step.args
+        if name in _RESHAPES:
+            whole = self._reshaped(step)
+            if whole is not None:
+                self._same[step] = whole
+                return
         applies = name in _RULES and len(args) >= _NEEDED.get(name, 2)
         if not applies or (step.kwargs and name not in (*_LOOKS, *_MAKES)):
             return
@@ -83,6 +89,16 @@ class _Known:
             self._numbers[step] = int(number)
         elif number is None:
             self._same[step] = found
+
+    def _reshaped(self, step: Step) -> Step | None:
+        """The value of which a step only puts the numbers, in their order, into its old shape again."""
+        source = step
+        while isinstance(source, Step) and _name(source) in _RESHAPES:
+            source = self.resolved(source.args[0])
+        if not isinstance(source, Step) or source in self._numbers:
+            return None
+        found = source if source.shape == step.shape else self._shaped.setdefault((source, step.shape), step)
+        return None if found is step else found
 
     def is_same(self, step: Step, other: Step, pairs: Mapping[Step, Step]) -> bool:
         """Whether a step does the same as one of the other recording."""
@@ -101,6 +117,7 @@ class _Known:
 
     def outlasts(self, step: Step) -> bool:
         """Whether what is known stays true after a step that both have; changed numbers are forgotten."""
+        self._same.pop(step, None)
         changed = set(map(_memory, step.changes))
         if changed and not changed.isdisjoint(
             _memory(value) for pair in self._same.items() for value in pair if isinstance(value, Step)
@@ -108,6 +125,7 @@ class _Known:
             return False
         if changed:
             self._numbers = {each: n for each, n in self._numbers.items() if _memory(each) not in changed}
+            self._shaped = {key: each for key, each in self._shaped.items() if _memory(each) not in changed}
         return True
 
     def is_idle(self, step: Step) -> bool:
@@ -220,6 +238,7 @@ _LOOKS = """
 view reshape flatten squeeze unsqueeze contiguous to detach clone t transpose permute expand expand_as repeat
 getitem type type_as bool float double half bfloat16 int long broadcast_to movedim swapaxes unflatten
 """.split()
+_RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"})
 _MAKES = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_LOOKS, _look),

@@ -556,6 +556,9 @@ class Recorder:
         """Add a step that has run, and return its result as the model's code gets it."""
         if any(tensor.is_nested for tensor in tensors(result)):
             raise UnrecordableError("makes a nested tensor, whose rows differ in length")
+        if isinstance(result, torch.Tensor):
+            with self.silent():
+                step.shape = tuple(result.shape)
         if len(self.steps) in self._empty and says(step):
             self.run(torch.Tensor.fill_, (result, self._empty[len(self.steps)] < 0), {})
         self.steps.append(step)

@@ -109,6 +109,7 @@ class Step:
             negative if that is of what is False in it; else 0.
         idle: the number of the selection without which it does nothing, since the model leaves it out then;
             else 0.
+        shape: that of its result in the run, if that is one tensor; else None.
     """
 
     op: str
@@ -134,6 +135,7 @@ class Step:
     repairs: bool = False
     selects: int = 0
     idle: int = 0
+    shape: tuple[int, ...] | None = None
 
     @property
     def called(self) -> str:

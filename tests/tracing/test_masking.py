@@ -41,6 +41,8 @@ class Encoder(nn.Module):
 
 class LeftOut(Encoder):
     def read(self, padding: Tensor, x: Tensor) -> Tensor:
+        x = 1 * x
+        x.masked_fill_(padding.unsqueeze(-1), 0.5)
         x = x * (1 - padding.unsqueeze(-1).type_as(x))
         mask = padding if padding.any() else None
         for _ in range(2):
@@ -61,8 +63,12 @@ class AskedOften(Encoder):
         if padded:
             x = x * (1 - padding.unsqueeze(-1).to(x.dtype))
         scores = heads(self.q(x)) @ heads(self.k(x)).transpose(-1, -2) / math.sqrt(4)
+        scores = scores.flatten(0, 1)
         if padded:
+            scores = scores.view(len(x), 2, *scores.shape[1:])
             scores = scores.masked_fill(padding[:, None, None], float("-inf"))
+            scores = scores.view(-1, *scores.shape[2:])
+        scores = scores.unflatten(0, (-1, 2))
         x = x + (self.drop(scores.softmax(-1)) @ heads(self.v(x))).transpose(1, 2).flatten(2)
         return torch.where(padding.unsqueeze(-1), torch.zeros_like(x), x) if padded else x
 
