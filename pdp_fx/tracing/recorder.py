@@ -114,10 +114,22 @@ class Recorder:
     def placeholder(self, name: str, example: Any, default: Args = ()) -> tuple[Step, Any]:
         """Add an input of the model; returns its step and the example to run with."""
         step = Step("placeholder", name, default, {}, self.scope, "")
+        self._note_kind(step, example)
+        self._emptied(example)
         self.steps.append(step)
         for tensor in tensors(example):
             self.watch.own(tensor)
         return step, self.origins.adopt(example, step)
+
+    def _note_kind(self, step: Step, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            with self.silent():
+                step.shape, step.boolean = tuple(result.shape), result.dtype == torch.bool
+
+    def _emptied(self, mask: Any) -> None:
+        """Make a mask that the next step makes select nothing, if it is to count as empty."""
+        if len(self.steps) in self._empty:
+            self.run(torch.Tensor.fill_, (mask, self._empty[len(self.steps)] < 0), {})
 
     def follows_given(self, name: str) -> bool:
         """Whether a number that is given as this argument may be another at each call of the graph."""
@@ -556,11 +568,9 @@ class Recorder:
         """Add a step that has run, and return its result as the model's code gets it."""
         if any(tensor.is_nested for tensor in tensors(result)):
             raise UnrecordableError("makes a nested tensor, whose rows differ in length")
-        if isinstance(result, torch.Tensor):
-            with self.silent():
-                step.shape = tuple(result.shape)
-        if len(self.steps) in self._empty and says(step):
-            self.run(torch.Tensor.fill_, (result, self._empty[len(self.steps)] < 0), {})
+        self._note_kind(step, result)
+        if says(step):
+            self._emptied(result)
         self.steps.append(step)
         if self.session.decoy is not None and len(self.steps) > self.session.decoy.most:
             raise TooLongError

@@ -49,7 +49,7 @@ def asks_any(value: Any) -> tuple[Step, bool, bool] | None:
     if not isinstance(value, Step):
         return None
     kept = _source(_operand(value, {"all"}))
-    if kept is not None and says(kept):
+    if kept is not None and kept.boolean:
         return kept, False, True
     truth: bool | None = True
     counted = _operand(value, {"any"})
@@ -99,7 +99,9 @@ def _source(mask: Any) -> Step | None:
     while isinstance(mask, Step) and mask.called in _LOOKS and mask.args and isinstance(mask.args[0], Step):
         cast |= mask.called == "to"
         mask = mask.args[0]
-    known = isinstance(mask, Step) and mask.op != "placeholder" and (mask.called in _SAYS or not cast)
+    if not isinstance(mask, Step) or (mask.op == "placeholder" and not mask.boolean):
+        return None
+    known = mask.boolean or not cast
     return mask if known else None
 
 

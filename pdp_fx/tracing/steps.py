@@ -110,6 +110,7 @@ class Step:
         idle: the number of the selection without which it does nothing, since the model leaves it out then;
             else 0.
         shape: that of its result in the run, if that is one tensor; else None.
+        boolean: whether its result is one tensor of booleans.
     """
 
     op: str
@@ -136,6 +137,7 @@ class Step:
     selects: int = 0
     idle: int = 0
     shape: tuple[int, ...] | None = None
+    boolean: bool = False
 
     @property
     def called(self) -> str:

@@ -101,6 +101,17 @@ class AllKept(Encoder):
         return x + y.transpose(1, 2).flatten(2)
 
 
+class Given(Encoder):
+    """Whether something is padding is told."""
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if padding is not None and not padding.any():
+            padding = None
+        x = self.table(tokens)
+        x = x + self.whole(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return self.out(functional.relu(self.wide(self.norm(x))))
+
+
 FULL = torch.tensor([[2, 3, 4, 5, 6], [7, 8, 2, 3, 5]])
 PADDED = torch.tensor([[2, 3, 4, 5, 6], [7, 8, 2, PADDING, PADDING]])
 
@@ -111,6 +122,13 @@ def test_a_mask_that_may_mask_nothing_is_followed(kind: type[Encoder], example: 
     torch.manual_seed(0)
     gm = exact(kind(), example, FULL, PADDED, torch.cat([FULL, PADDED.flip(0), FULL]), PADDED[1:])
     assert not opaque(gm)
+
+
+@pytest.mark.parametrize("example", [FULL, PADDED], ids=["full", "padded"])
+def test_a_mask_that_is_given_and_may_mask_nothing_is_followed(example: Tensor) -> None:
+    torch.manual_seed(0)
+    calls = [(tokens, tokens == PADDING) for tokens in (example, FULL, PADDED, PADDED[1:])]
+    assert not opaque(exact(Given(), *calls))
 
 
 def test_channels_go_behind_a_mask_that_may_mask_nothing() -> None:
