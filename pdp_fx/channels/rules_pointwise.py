@@ -34,6 +34,7 @@ BREAKS_REMEDY = "add a small number first"
 UNTAGGED = frozenset({
     aten._prelu_kernel, aten.hardswish, aten.hardswish_, aten.hardtanh, aten.copy_, aten.complex, aten.polar,
     aten.masked_fill, aten.masked_fill_, aten.rsub, aten.floor_divide, aten.floor_divide_,
+    aten.leaky_relu, aten.leaky_relu_, aten._conj_physical,
     aten.elu_backward, aten.hardshrink_backward, aten.hardsigmoid_backward, aten.hardswish_backward,
     aten.hardtanh_backward, aten.leaky_relu_backward, aten.softplus_backward, aten.softshrink_backward,
 })  # fmt: skip
