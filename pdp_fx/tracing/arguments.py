@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from pdp_fx.tracing.generators import is_own
@@ -75,6 +76,8 @@ class Arguments:
             return parts if type(arg) is dict else Expr(type(arg), (parts,))
         if has_tensors(arg) or is_record(arg):
             return self._build(arg)
+        if isinstance(arg, np.dtype):
+            raise UnrecordableError("makes an array of NumPy of a tensor")
         raise UnrecordableError(f"passes a {type(arg).__name__}, which a graph cannot hold")
 
     def output(self, result: Any) -> Any:

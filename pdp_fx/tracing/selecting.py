@@ -4,7 +4,8 @@
 rows the branch does nothing. A recording takes all such branches as if something were selected, and so the
 graph does always. That this gives the same for an empty selection is shown: the model runs once more with
 every second of these branches told that nothing is selected, and the graph, in which these selections are
-made empty (`verify.emptying`), must give the same. If not, what branches is kept whole.
+made empty (`verify.emptying`), must give the same. If not, what branches is kept whole. A branch may also
+leave out a mask, where it masks nothing (`pdp_fx.tracing.masking`).
 
 The gradients of a layer that no row goes through are then 0, not None.
 """

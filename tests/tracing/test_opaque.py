@@ -206,6 +206,12 @@ def test_what_looks_into_the_memory_of_a_tensor_is_kept_whole(look: Any) -> None
     assert opaque(gm)
 
 
+def test_what_code_of_numpy_is_given_is_said() -> None:
+    look = Looking(lambda mean: float(np.sqrt(np.asarray(mean.detach().abs(), dtype=np.float64))))
+    gm = exact(Around(look), *(torch.randn(6, 4) for _ in range(3)))
+    assert "makes an array of NumPy of a tensor" in opaque(gm)["inner"]
+
+
 def test_what_asks_where_a_tensor_lies_is_not() -> None:
     gm = exact(
         Around(Looking(lambda mean: 2.0 if mean.untyped_storage().data_ptr() else 1.0)), torch.randn(6, 4)
