@@ -190,13 +190,12 @@ def _told_of_empty(
         by_line.setdefault(asked.source, {})[asked.number] = None
     emptied: list[Emptied] = []
 
-    made = {place: step.selects for place, step in enumerate(recording.steps) if step.selects}
-
     def told(numbers: frozenset[int]) -> Outcome | None:
         if recording.draws:
             return None
         try:
-            empty = {place: selects for place, selects in made.items() if abs(selects) in numbers}
+            steps = enumerate(recording.steps)
+            empty = {place: step.selects for place, step in steps if abs(step.selects) in numbers}
             other = recorded_again(model, example, training, findings, empty)
         except Exception as err:  # noqa: BLE001 the model need not bear to be told that nothing is selected
             _log.info("fails where nothing is selected: %s", err)

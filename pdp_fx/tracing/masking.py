@@ -14,6 +14,7 @@ from typing import Any
 
 from pdp_fx.tracing.align import kind_of_step
 from pdp_fx.tracing.arguments import all_values
+from pdp_fx.tracing.selecting import LOOKS
 from pdp_fx.tracing.skipping import differences, mapped
 from pdp_fx.tracing.steps import CHECKS, Recording, Step
 
@@ -48,7 +49,7 @@ class _Known:
 
     def __init__(self) -> None:
         self._numbers: dict[Step, int] = {}
-        self._same: dict[Step, Any] = {}
+        self._same: dict[Step, Step] = {}
         self._shaped: dict[tuple[Step, tuple[int, ...] | None], Step] = {}
 
     def resolved(self, value: Any) -> Any:
@@ -75,7 +76,7 @@ class _Known:
                 self._same[step] = whole
                 return
         applies = name in _RULES and len(args) >= _NEEDED.get(name, 2)
-        if not applies or (step.kwargs and name not in (*_LOOKS, *_MAKES)):
+        if not applies or (step.kwargs and name not in _LOOKS and name not in _MAKES):
             return
         if name == "where" and step.op == "call_method":
             args = args[1], args[0], args[2]
@@ -83,12 +84,10 @@ class _Known:
         if found is None:
             return
         number = self.number(found)
-        if number is None and isinstance(found, Step):
-            self._same[step] = self.resolved(found)
-        elif number in (0, 1):
+        if number in (0, 1):
             self._numbers[step] = int(number)
-        elif number is None:
-            self._same[step] = found
+        elif isinstance(found, Step) and (found.shape, found.dtype) == (step.shape, step.dtype):
+            self._same[step] = self.resolved(found)
 
     def _reshaped(self, step: Step) -> Step | None:
         """The value of which a step only puts the numbers, in their order, into its old shape again."""
@@ -120,7 +119,7 @@ class _Known:
         self._same.pop(step, None)
         changed = set(map(_memory, step.changes))
         if changed and not changed.isdisjoint(
-            _memory(value) for pair in self._same.items() for value in pair if isinstance(value, Step)
+            _memory(value) for pair in self._same.items() for value in pair
         ):
             return False
         if changed:
@@ -136,8 +135,7 @@ class _Known:
         if step.op not in ("call_function", "call_method") or step.random or step.updates or step.reason:
             return False
         if step.called == "setitem":
-            masks = all_values(step.args[1])
-            return any(isinstance(mask, Step) and self.number(mask) == 0 for mask in masks)
+            return any(_is_boolean(mask) and self.number(mask) == 0 for mask in all_values(step.args[1]))
         return all(self._stays(step, value) for value in step.changes)
 
     def _stays(self, step: Step, changed: Any) -> bool:
@@ -149,13 +147,17 @@ class _Known:
         """Attention without a mask that lets everything see everything: True, or 0 to be added."""
         args, kwargs = list(step.args), dict(step.kwargs)
         mask = args[3] if len(args) > 3 else kwargs.pop("attn_mask", None)
-        if mask is not None and self.number(mask) is None:
+        if mask is not None and self.number(mask) != int(_is_boolean(mask)):
             return step
         if len(args) > 3:
             args[3] = None
         if args[3:] == [None]:
             del args[3]
         return Step(step.op, step.target, tuple(args), kwargs, step.scope, step.source)
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, Step) and value.boolean
 
 
 def _name(step: Step) -> str:
@@ -186,6 +188,10 @@ def _opposite(known: _Known, x: Any, *_: Any) -> Any:
     return None if number is None else int(not number)
 
 
+def _inverted(known: _Known, x: Any, *_: Any) -> Any:
+    return _opposite(known, x) if _is_boolean(x) else None
+
+
 def _negative(known: _Known, x: Any, *_: Any) -> Any:
     return 0 if known.number(x) == 0 else None
 
@@ -207,14 +213,20 @@ def _product(known: _Known, x: Any, y: Any, *_: Any) -> Any:
     return x if other == 1 else y if one == 1 else None
 
 
-def _both(known: _Known, x: Any, y: Any, *_: Any) -> Any:
-    one, other = known.number(x), known.number(y)
-    return 0 if 0 in (one, other) else x if other == 1 else y if one == 1 else None
+def _joined(neutral: int) -> Rule:
+    """The rule of an operation on booleans, which gives one operand if the other is ``neutral``, else that.
 
+    Of other numbers it makes something else.
+    """
 
-def _either(known: _Known, x: Any, y: Any, *_: Any) -> Any:
-    one, other = known.number(x), known.number(y)
-    return 1 if 1 in (one, other) else x if other == 0 else y if one == 0 else None
+    def rule(known: _Known, x: Any, y: Any, *_: Any) -> Any:
+        for one, other in ((x, y), (y, x)):
+            number = known.number(other)
+            if number is not None and _is_boolean(one):
+                return one if number == neutral else number
+        return None
+
+    return rule
 
 
 def _chosen(known: _Known, condition: Any, x: Any, y: Any, *_: Any) -> Any:
@@ -234,23 +246,24 @@ def _compared(name: str) -> Rule:
     return rule
 
 
-_LOOKS = """
-view reshape flatten squeeze unsqueeze contiguous to detach clone t transpose permute expand expand_as repeat
-getitem type type_as bool float double half bfloat16 int long broadcast_to movedim swapaxes unflatten
-""".split()
+_LOOKS = LOOKS.union(
+    "expand expand_as broadcast_to repeat movedim swapaxes unflatten getitem".split(),
+    "type type_as float double half bfloat16 int long".split(),
+)
 _RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"})
 _MAKES = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_LOOKS, _look),
     **{name: _made(name) for name in _MAKES},
-    **dict.fromkeys(("logical_not", "bitwise_not", "invert"), _opposite),
+    **dict.fromkeys(("bitwise_not", "invert"), _inverted),
     **dict.fromkeys(("add", "iadd", "radd"), _sum),
     **dict.fromkeys(("sub", "isub", "subtract"), _difference),
-    **dict.fromkeys(("rsub",), lambda known, x, y, *_: _difference(known, y, x)),
     **dict.fromkeys(("mul", "imul", "rmul", "multiply"), _product),
-    **dict.fromkeys(("logical_and", "bitwise_and", "and", "iand"), _both),
-    **dict.fromkeys(("logical_or", "bitwise_or", "or", "ior"), _either),
+    **dict.fromkeys(("logical_and", "bitwise_and", "and", "iand"), _joined(1)),
+    **dict.fromkeys(("logical_or", "bitwise_or", "or", "ior"), _joined(0)),
     **{name: _compared(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "rsub": lambda known, x, y, *_: _difference(known, y, x),
+    "logical_not": _opposite,
     "neg": _negative,
     "any": _look,
     "where": _chosen,

@@ -124,7 +124,7 @@ class Recorder:
     def _note_kind(self, step: Step, result: Any) -> None:
         if isinstance(result, torch.Tensor):
             with self.silent():
-                step.shape, step.boolean = tuple(result.shape), result.dtype == torch.bool
+                step.shape, step.dtype = tuple(result.shape), result.dtype
 
     def _emptied(self, mask: Any) -> None:
         """Make a mask that the next step makes select nothing, if it is to count as empty."""

@@ -32,9 +32,10 @@ IDLE = "idle"
 
 _COUNTS = frozenset({"size", "numel", operator.getitem})
 _FINDS = frozenset({"nonzero", "where", "argwhere"})
-_LOOKS = frozenset(
+LOOKS = frozenset(
     "view reshape flatten squeeze unsqueeze contiguous bool to detach clone t transpose permute".split()
 )
+"""What gives the numbers of its first argument, in another shape, memory or dtype."""
 _COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _SAYS = _COMPARES | {"any", "all", "logical_and", "logical_or", "logical_xor", "logical_not", "isin"}
 """What gives booleans only."""
@@ -73,7 +74,7 @@ def selection(count: Any) -> Step | None:
         return _source(count.args[0])
     if count.called == "masked_select" and len(count.args) == 2:
         return _source(count.args[1])
-    if count.called in _LOOKS:
+    if count.called in LOOKS:
         return selection(count.args[0])
     if count.called != "getitem":
         return None
@@ -97,7 +98,7 @@ def _operand(value: Any, names: Container[str]) -> Step | None:
 def _source(mask: Any) -> Step | None:
     """The step that has made the numbers which a mask looks at, which are all 0 if those of the mask are."""
     cast = False
-    while isinstance(mask, Step) and mask.called in _LOOKS and mask.args and isinstance(mask.args[0], Step):
+    while isinstance(mask, Step) and mask.called in LOOKS and mask.args and isinstance(mask.args[0], Step):
         cast |= mask.called == "to"
         mask = mask.args[0]
     if not isinstance(mask, Step) or (mask.op == "placeholder" and not mask.boolean):
@@ -214,7 +215,7 @@ class _Rules:
             return self._writes_none(node) and self.is_same(args[0])
         if name in ("add", "iadd") and len(args) == 2:
             return any(self.is_zero(a) and self.is_same(b) for a, b in (args, args[::-1]))
-        return name in _LOOKS and self.is_same(args[0])
+        return name in LOOKS and self.is_same(args[0])
 
     def is_zero(self, node: Any) -> bool:
         """Whether a node gives zeros: rows are written into them, and they are multiplied."""
@@ -225,7 +226,7 @@ class _Rules:
             return self._writes_none(node) and self.is_zero(args[0])
         if name in ("mul", "imul"):
             return any(map(self.is_zero, args))
-        return name in _MAKES or (name in _LOOKS and self.is_zero(args[0]))
+        return name in _MAKES or (name in LOOKS and self.is_zero(args[0]))
 
     def _writes_none(self, node: fx.Node) -> bool:
         place, args = _WRITES[_name(node)], _args(node)
@@ -244,7 +245,7 @@ class _Rules:
 
 def _looks_at_first(node: fx.Node) -> bool:
     cuts = _name(node) == "getitem" and len(node.all_input_nodes) == 1 + isinstance(node.target, When)
-    return (cuts or _name(node) in _LOOKS) and bool(_args(node))
+    return (cuts or _name(node) in LOOKS) and bool(_args(node))
 
 
 def _nodes(tree: Any) -> Iterator[fx.Node]:

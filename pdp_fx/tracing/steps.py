@@ -110,7 +110,7 @@ class Step:
         idle: the number of the selection without which it does nothing, since the model leaves it out then;
             else 0.
         shape: that of its result in the run, if that is one tensor; else None.
-        boolean: whether its result is one tensor of booleans.
+        dtype: likewise.
     """
 
     op: str
@@ -137,7 +137,12 @@ class Step:
     selects: int = 0
     idle: int = 0
     shape: tuple[int, ...] | None = None
-    boolean: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def boolean(self) -> bool:
+        """Whether its result is one tensor of booleans."""
+        return self.dtype == torch.bool
 
     @property
     def called(self) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pdp_fx
-from pdp_fx import Channels, PruneSpec, Schedule
+from pdp_fx import Channels, PruneSpec, Schedule, TraceError
 from tests.channels.checks import check_converted, train
 from tests.tracing.checks import exact, opaque
 
@@ -24,7 +24,7 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(9, WIDTH)
+        self.table = nn.Embedding(10, WIDTH)
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.whole = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
@@ -114,6 +114,7 @@ class Given(Encoder):
 
 FULL = torch.tensor([[2, 3, 4, 5, 6], [7, 8, 2, 3, 5]])
 PADDED = torch.tensor([[2, 3, 4, 5, 6], [7, 8, 2, PADDING, PADDING]])
+LARGE = torch.tensor([[9, 3, 4, 9, 6], [7, 8, 2, 3, 9]])
 
 
 @pytest.mark.parametrize("example", [FULL, PADDED], ids=["full", "padded"])
@@ -197,6 +198,40 @@ class ByAnother(Encoder):
         return x
 
 
+class Counts(Encoder):
+    """Makes booleans of counts, which are 0 or 1 in the example."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        counts = (tokens > 2).long() + (tokens > 8).long()
+        padding = tokens == PADDING
+        if padding.any():
+            counts = self.counted(counts, padding)
+        return self.out(self.wide(self.table(tokens) * counts.unsqueeze(-1)))
+
+    def counted(self, counts: Tensor, padding: Tensor) -> Tensor:
+        return torch.logical_and(counts, ~padding)
+
+
+class CountsBits(Counts):
+    def counted(self, counts: Tensor, padding: Tensor) -> Tensor:
+        return counts & (~padding).long()
+
+
+class CountsAny(Counts):
+    def counted(self, counts: Tensor, padding: Tensor) -> Tensor:
+        return torch.logical_or(counts, padding)
+
+
+class CountsOfBooleans(Counts):
+    """A product with whole numbers makes whole numbers of booleans, whose sum is another."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        large, padding = tokens > 8, tokens == PADDING
+        if padding.any():
+            large = large * (~padding).long()
+        return self.out(self.wide(self.table(tokens) * (large + large + 1).unsqueeze(-1)))
+
+
 class Twice(Encoder):
     def read(self, padding: Tensor, x: Tensor) -> Tensor:
         return x.add(padding.unsqueeze(-1), alpha=2) if padding.all() else x
@@ -211,5 +246,12 @@ def test_a_part_with_a_branch_that_does_more_than_to_mask_stays_whole(
     kind: type[Encoder], example: Tensor
 ) -> None:
     torch.manual_seed(0)
-    gm = exact(kind(), example, FULL, PADDED, PADDED[1:])
+    gm = exact(kind(), example, FULL, PADDED, PADDED[1:], LARGE)
     assert list(opaque(gm)) == ["read"]
+
+
+@pytest.mark.parametrize("example", [FULL, PADDED], ids=["full", "padded"])
+@pytest.mark.parametrize("kind", [Counts, CountsBits, CountsAny, CountsOfBooleans])
+def test_what_makes_booleans_of_counts_is_no_mask(kind: type[Counts], example: Tensor) -> None:
+    with pytest.raises(TraceError, match="where nothing is selected it differs"):
+        exact(kind(), example)
