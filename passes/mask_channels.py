@@ -26,7 +26,7 @@ from pdp_fx.masks import ChannelMask, MaskLayout
 from pdp_fx.naming import free_name
 from pdp_fx.ops.explicit import mask_axis, reclass
 from pdp_fx.ops.kinds import kind_of
-from pdp_fx.ops.masked_norm import MASKED, MOST_ARGUMENTS, OFF, STATISTICS, correction_of
+from pdp_fx.ops.masked_norm import MASKED, OFF, STATISTICS, correction_of
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.expose_parameters import Exposed, masked_slots, swap_modules
 from pdp_fx.passes.find_sites import Sites
@@ -294,9 +294,10 @@ def _call_masked(node: fx.Node, axis: int) -> None:
         node.update_kwarg("axis", axis)
     masked = MASKED[function]
     node.op, node.target = "call_function", When(masked) if conditional else masked
-    # Whether to use cuDNN is asked by torch's own functions only.
-    node.args = node.args[: MOST_ARGUMENTS + conditional]
-    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "cudnn_enable"}
+    if function in (torch.layer_norm, torch.group_norm):
+        # Whether to use cuDNN, the last argument, is asked by these functions only.
+        node.args = node.args[: 5 + conditional]
+        node.kwargs = {key: value for key, value in node.kwargs.items() if not key.startswith("cudnn")}
 
 
 def _masks_along(classes: np.ndarray, placed: Placed) -> list[tuple[ChannelGroup, fx.Node]]:

@@ -400,7 +400,7 @@ def _trace_symbolically(model: nn.Module) -> fx.GraphModule:
             f"{type(model).__name__} has hooks of its own, which only a run shows; pass example_inputs"
         )
     with preserved(model):
-        recordings = [symbolic_recording(model.train(training)) for training in MODES]
+        recordings = [symbolic_recording(in_mode(model, training)) for training in MODES]
     in_eval, in_train = recordings
     composite = [path for path, module in model.named_modules() if isinstance(module, COMPOSITES)]
     whole = {Whole(path): "only a run can look inside" for path in composite}

@@ -16,6 +16,7 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer, from_front, shaped
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_compute import axis_layer, channel_layer, consume
+from pdp_fx.channels.rules_pointwise import pointwise
 
 aten = torch.ops.aten
 
@@ -227,6 +228,19 @@ def _reduced(layer: Layer, axes: frozenset[int], keepdim: bool, vanishing: bool)
         shape = [size for axis, size in enumerate(ids.shape) if axis not in axes]
         ids, zero = ids.reshape(shape), zero.reshape(shape)
     return Layer(ids, zero if vanishing else torch.zeros_like(zero), (layer,), free=layer.free)
+
+
+@rule(aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss)
+def loss(call: Call, flow: LabelFlow) -> None:
+    """A pointwise operation, and its mean or sum if the call says so."""
+    given = call.named()
+    how = {0: None, 1: aten.mean.default, 2: aten.sum.default}[given.pop("reduction", 1)]
+    each = Call(call.func, (), given | {"reduction": 0}, call.func(**given, reduction=0))
+    pointwise(each, flow)
+    if how is None:
+        flow.put(call.result, flow.layers(each.result))
+    else:
+        reduction(Call(how, (each.result,), {}, call.result), flow)
 
 
 @rule(aten._softmax, aten._log_softmax, aten._safe_softmax)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -223,6 +224,89 @@ def masked_std(
     return _choose(mask, input.shape[axis], plain, masked)
 
 
+def masked_mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: None = None,
+    *,
+    mask: Tensor,
+    axis: int,
+) -> Tensor:
+    """The mean of `torch.nn.functional.mse_loss` between hidden values, with ``axis`` of masked channels.
+
+    Args:
+        input: any shape.
+        target: a shape that broadcasts with it.
+        size_average: as in torch; together with ``reduce`` and ``reduction`` it asks for the mean.
+        reduce: see ``size_average``.
+        reduction: see ``size_average``.
+        weight: not given; with weights the loss is a sum over a sum.
+        mask: shape ``(length of axis,)``, values in [0, 1].
+        axis: the axis of the channels in the broadcast shape.
+    """
+    return _mean_loss(functional.mse_loss, input, target, mask, axis)
+
+
+def masked_l1_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: None = None,
+    *,
+    mask: Tensor,
+    axis: int,
+) -> Tensor:
+    """The mean of `torch.nn.functional.l1_loss`; arguments as in `masked_mse_loss`."""
+    return _mean_loss(functional.l1_loss, input, target, mask, axis)
+
+
+def masked_smooth_l1_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    beta: float = 1.0,
+    *,
+    mask: Tensor,
+    axis: int,
+) -> Tensor:
+    """The mean of `torch.nn.functional.smooth_l1_loss`; arguments as in `masked_mse_loss`."""
+    return _mean_loss(partial(functional.smooth_l1_loss, beta=beta), input, target, mask, axis)
+
+
+def masked_huber_loss(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    delta: float = 1.0,
+    weight: Tensor | None = None,
+    *,
+    mask: Tensor,
+    axis: int,
+) -> Tensor:
+    """The mean of `torch.nn.functional.huber_loss`; arguments as in `masked_mse_loss`."""
+    loss: Any = functional.huber_loss
+    return _mean_loss(partial(loss, delta=delta, weight=weight), input, target, mask, axis)
+
+
+def _mean_loss(loss: Callable[..., Tensor], input: Tensor, target: Tensor, mask: Tensor, axis: int) -> Tensor:
+    """The mean of a loss that is computed element by element."""
+
+    def plain() -> Tensor:
+        return loss(input, target)
+
+    def masked() -> Tensor:
+        return masked_mean(loss(input, target, reduction="none"), mask=mask, axis=axis)
+
+    return _choose(mask, torch.broadcast_shapes(input.shape, target.shape)[axis], plain, masked)
+
+
 OFF = ("dim", "unbiased", "correction")
 """The arguments of a variance that `correction_of` takes."""
 
@@ -288,9 +372,6 @@ def _dtype_of(plain: Callable[[Tensor], Tensor], input: Tensor, axis: int) -> to
     return plain(input.new_empty((0, *input.shape[axis:]))).dtype
 
 
-MOST_ARGUMENTS = 5
-"""So many arguments the functions here take by position."""
-
 PLAIN: dict[Any, Callable[..., Tensor]] = {
     masked_layer_norm: functional.layer_norm,
     masked_rms_norm: functional.rms_norm,
@@ -298,6 +379,10 @@ PLAIN: dict[Any, Callable[..., Tensor]] = {
     masked_mean: torch.mean,
     masked_var: torch.var,
     masked_std: torch.std,
+    masked_mse_loss: functional.mse_loss,
+    masked_l1_loss: functional.l1_loss,
+    masked_smooth_l1_loss: functional.smooth_l1_loss,
+    masked_huber_loss: functional.huber_loss,
 }
 """The function that each masked one becomes when its channels are gone."""
 
@@ -311,5 +396,10 @@ MASKED: dict[Any, Callable[..., Tensor]] = {plain: masked for masked, plain in P
 }
 """The masked form of a function or method."""
 
-STATISTICS: frozenset[Any] = frozenset({torch.mean, "mean", torch.var, "var", torch.std, "std"})
+LOSSES: frozenset[Any] = frozenset({
+    functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
+})  # fmt: skip
+"""Those of them that average a loss."""
+
+STATISTICS: frozenset[Any] = frozenset({torch.mean, "mean", torch.var, "var", torch.std, "std"}) | LOSSES
 """Those of them that may run over any axis, and so are told the one of the channels."""

@@ -64,7 +64,8 @@ def in_mode(model: nn.Module, training: bool, in_eval: Iterable[str] = ()) -> nn
         training: the mode.
         in_eval: the paths of modules that are in eval mode all the same.
     """
-    model.train().train(training)
+    model.train()
+    model.train(training)
     for path in in_eval:
         model.get_submodule(path).training = False
     return model

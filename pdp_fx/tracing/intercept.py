@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
@@ -57,10 +57,22 @@ class _Listener(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        weight = _weight_not_passed() if func is functional.l1_loss else None
+        if weight is not None:
+            with nullcontext() if self.recorder.inside else self:
+                return _unfolded(func)(*args, **(kwargs or {}), weight=weight)
         if self.recorder.inside:
             self.recorder.watch.read_numbers |= func in _READS_NUMBERS
             return func(*args, **(kwargs or {}))
         return self.recorder.guarded(called, self.recorder, func, args, kwargs or {})
+
+
+def _weight_not_passed() -> torch.Tensor | None:
+    """The weight that the innermost call of ``l1_loss`` was given, which it passes to no function mode."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+        frame = frame.f_back
+    return frame and frame.f_locals["weight"]
 
 
 @contextmanager
@@ -292,9 +304,17 @@ def _function_call(recorder: Recorder, whole: Whole) -> Callable[..., Any]:
 
 def _unfolded(function: Any) -> Callable[..., Any]:
     """A copy of a Python function of torch that does not dispatch itself: the calls inside it are seen."""
-    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    passed = dict.fromkeys(("has_torch_function", "has_torch_function_variadic"), _none_overrides)
     twin = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        {**function.__globals__, **passed},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin
+
+
+def _none_overrides(*tensors: Any) -> bool:
+    return False

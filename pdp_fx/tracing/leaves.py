@@ -19,12 +19,16 @@ COMPOSITES = (
     nn.TransformerEncoder,
     nn.TransformerDecoder,
     nn.Transformer,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
 )
-"""Modules of `torch.nn` that are made of others; a recording shows what they do."""
+"""Modules of `torch.nn` that are made of others, or of one function; a recording shows what they do."""
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether a recording keeps a module whole: a leaf that is not made of others."""
+    """Whether a recording keeps a module whole: a leaf that a recording does not look into."""
     return is_leaf(module) and not isinstance(module, COMPOSITES)
 
 

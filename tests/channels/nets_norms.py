@@ -244,6 +244,57 @@ class MeanOfEverything(nn.Module):
         return self.head(x), x.square().mean(), torch.mean(x, dtype=torch.float64)
 
 
+class LossBetweenHiddenMaps(nn.Module):
+    """Losses between hidden maps, by functions and modules, given beside the result (distillation)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.twin, self.head = conv_bn(3, 8), conv_bn(3, 8), nn.Conv2d(8, 5, 1)
+        self.far = nn.ModuleList(
+            [nn.MSELoss(), nn.SmoothL1Loss(beta=0.3), nn.HuberLoss(reduction="sum"), nn.L1Loss()]
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x, y = F.relu(self.stem(x)), F.relu(self.twin(x))
+        near = F.huber_loss(x, y.detach(), "mean", 0.2), F.mse_loss(x.flatten(2), y.flatten(2))
+        pooled = F.smooth_l1_loss(x.mean((2, 3)), y.mean((2, 3)), None, None, "mean", 0.1)
+        each = F.mse_loss(x, y, reduction="none").sum(1)
+        return self.head(x * y), pooled, each, *near, *(far(x, y) for far in self.far)
+
+
+class VectorQuantizer(nn.Module):
+    """Each pixel becomes the nearest code; what lies between is a loss (VQ-VAE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down, self.codes = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Embedding(6, 8)
+        self.up, self.head = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.down(F.relu(self.stem(x))).permute(0, 2, 3, 1)
+        nearest = torch.cdist(x.flatten(0, 2), self.codes.weight).argmin(1)
+        y = self.codes(nearest).view(x.shape)
+        loss = F.mse_loss(y, x.detach()) + 0.25 * F.mse_loss(y.detach(), x)
+        y = x + (y - x).detach()
+        return self.head(F.relu(self.up(y.permute(0, 3, 1, 2)))), loss
+
+
+class ThroughVectorQuantizer(VectorQuantizer):
+    pass
+
+
+class LossOfPairs(nn.Module):
+    """A loss over how much any two channels have in common, which stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.twin, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.stem(x), self.twin(x)
+        return self.head(x * y), F.mse_loss(x.mT @ x, y.mT @ y)
+
+
 class MeanOfFlattened(nn.Module):
     """An image less the mean over one axis of the batch, the channels and the pixels."""
 
@@ -351,6 +402,7 @@ class NormsOfTorch(nn.Module):
 class GroupNormOfTorch(NormsOfTorch):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.group_norm(self.stem(x).flatten(0, 1), 2, self.scale, self.shift, 1e-3, True)
+        x = torch.group_norm(x, 2, weight=self.scale, bias=self.shift, cudnn_enabled=False)
         return self.head(x)
 
 
@@ -461,6 +513,10 @@ NORMS = (
     Construct(GroupNormOfTorch, sequences(), removed=4),
     Construct(AxesOfNumbers, sequences(), removed=4),
     Construct(MeanOfEverything, sequences(), removed=4),
+    Construct(LossBetweenHiddenMaps, images(), removed=4),
+    Construct(VectorQuantizer, images(), removed=8, reason="mean runs over these channels"),
+    Construct(ThroughVectorQuantizer, images(), removed=12, through_norms=True),
+    Construct(LossOfPairs, sequences(), reason="mean runs over"),
     Construct(MeanOfFlattened, images(), removed=3, reason="before and behind them is on the same axis"),
     Construct(MeanOfBatch, sequences(), removed=3, reason="a batch, are on the same axis"),
     Construct(AutogradFunction, sequences(), removed=4),

@@ -10,10 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdp_fx.ops.masked_norm import (
+    PLAIN,
     masked_group_norm,
+    masked_huber_loss,
+    masked_l1_loss,
     masked_layer_norm,
     masked_mean,
+    masked_mse_loss,
     masked_rms_norm,
+    masked_smooth_l1_loss,
     masked_std,
     masked_var,
 )
@@ -182,6 +187,43 @@ def test_variances_take_the_arguments_that_they_take_in_torch(
         assert torch.equal(ones, plain(x, *given, **named))
         found = masked(x, *given, **named, mask=mask, axis=1)
         torch.testing.assert_close(found, plain(x[:, stays], *given, **named), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("masked", "named"),
+    [
+        (masked_mse_loss, {}),
+        (masked_l1_loss, {"reduction": "mean"}),
+        (masked_smooth_l1_loss, {"beta": 0.3}),
+        (masked_smooth_l1_loss, {"beta": 0.0}),
+        (masked_huber_loss, {"delta": 0.2}),
+    ],
+)
+@pytest.mark.parametrize("shape", [(5, 8, 3), (1, 8, 1)])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_is_the_mean_over_the_channels_that_stay(
+    masked: Any, named: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    x, target, plain = some(5, 8, 3), some(*shape).flip(0) + 0.1, PLAIN[masked]
+    mask = torch.zeros(8, dtype=torch.float64).index_fill(0, torch.tensor(STAYS), 1.0)
+    found = masked(x, target, **named, mask=mask, axis=1)
+    expected = plain(x[:, STAYS], target[:, STAYS], **named)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    ones = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    whole = masked(x, target, **named, mask=ones, axis=1)
+    assert torch.equal(whole, plain(x, target, **named))
+    whole.backward()
+    assert ones.grad is not None
+    assert ones.grad.abs().max() > 1e-3, "the masks get a gradient"
+
+
+def test_a_weighted_loss_is_the_mean_over_the_channels_that_stay() -> None:
+    x, target, weight = some(5, 8), some(5, 8).flip(0), some(5, 8).abs()
+    mask = torch.zeros(8, dtype=torch.float64).index_fill(0, torch.tensor(STAYS), 1.0)
+    found = masked_huber_loss(x, target, weight=weight, mask=mask, axis=1)
+    plain: Any = functional.huber_loss
+    expected = plain(x[:, STAYS], target[:, STAYS], weight=weight[:, STAYS])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_deviation_of_nothing_has_no_gradient() -> None:

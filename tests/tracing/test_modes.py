@@ -1,6 +1,6 @@
 import copy
 import io
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -291,22 +291,33 @@ def test_targets_are_needed_in_training_only() -> None:
     assert gm.eval()(torch.randn(5, 4)).shape == (5, 2)
 
 
-def test_a_train_override_is_followed() -> None:
+@pytest.mark.parametrize("gives_itself", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_train_override_is_followed(gives_itself: bool, recorded: bool) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
 
-        def train(self, mode: bool = True) -> "Frozen":
+        def train(self, mode: bool = True) -> Any:
+            """Some libraries give nothing back here."""
             super().train(mode)
             self.norm.eval()
-            return self
+            return self if gives_itself else None
 
         def forward(self, x: Tensor) -> Tensor:
             return self.norm(self.linear(x))
 
-    gm = exact(Frozen(), torch.randn(4, 4))
-    assert not gm.train().get_submodule("norm").training
+    model, x = Frozen(), torch.randn(4, 4)
+    gm = exact(model, x) if recorded else trace(model)
+    gm.train()
+    model.train()
+    assert not gm.get_submodule("norm").training
+    assert torch.equal(gm(x), model(x))
+    prepared = prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), x)
+    step(prepared)
+    prepared.eval()
+    torch.testing.assert_close(convert(prepared)(x), prepared(x))
 
 
 class ChangesWhenRecorded(nn.Module):
