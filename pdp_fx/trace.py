@@ -22,6 +22,7 @@ from pdp_fx.errors import TraceError
 from pdp_fx.field_checks import described
 from pdp_fx.tracing.align import align
 from pdp_fx.tracing.attempts import Recordings, record_both
+from pdp_fx.tracing.calls import path_of
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.decoys import insist
 from pdp_fx.tracing.depth import deep_recursion
@@ -49,7 +50,7 @@ from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import wrong_sizes
 from pdp_fx.tracing.shells import is_shell
-from pdp_fx.tracing.source import line_of
+from pdp_fx.tracing.source import line_of, source_of
 from pdp_fx.tracing.steps import InexactError, Whole
 from pdp_fx.tracing.structure import are_equal, arrays, hiding_tensors, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
@@ -158,6 +159,11 @@ def _trace_until_nothing_lasts(
             except InexactError as err:
                 lasting |= _culprits(model, example, lasting, err)
                 continue
+            except (TraceError, RecursionError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as err:  # noqa: BLE001 a model may raise anything
+                lasting |= _failing(model, lasting, err)
+                continue
         if findings.sizes.read:
             held = wrong_sizes(gm, model, example)
             if held:
@@ -168,6 +174,22 @@ def _trace_until_nothing_lasts(
         if not kept:
             return gm
         lasting |= kept
+
+
+def _failing(model: nn.Module, lasting: Mapping[Whole, str], err: Exception) -> dict[Whole, str]:
+    """The module to keep whole because its code fails while it is recorded, and only then, with the reason.
+
+    Raises:
+        TraceError: it is the model's own ``forward``, or the module was kept whole before.
+    """
+    path, said = path_of(err), next(iter(str(err).splitlines()), "")
+    why = f"fails while it is recorded: {type(err).__name__}: {said} ({source_of(err)})"
+    if path is None:
+        raise err
+    if not path or Whole(path) in lasting:
+        name = path or f"the forward of {type(model).__name__} itself"
+        raise TraceError(f"cannot trace {name}: it {why}") from err
+    return {Whole(path): why}
 
 
 def _culprits(

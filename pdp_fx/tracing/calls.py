@@ -9,6 +9,7 @@ import ast
 import inspect
 import operator
 import textwrap
+import traceback
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
         raise UnrecordableError("has hooks that are called with its gradients", whole)
     with recorder.entered(path, module, (*args, *kwargs.values())):
         return call(module, *args, **kwargs)
+
+
+def path_of(err: Exception) -> str | None:
+    """The path of the innermost module whose code raised an error as it was recorded; None if none did."""
+    ran = [f.f_locals for f, _ in traceback.walk_tb(err.__traceback__) if f.f_code is run_module.__code__]
+    paths = [str(names["path"]) for names in ran]
+    return next(filter(None, reversed(paths)), "") if paths else None
 
 
 def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -1,4 +1,5 @@
 import copy
+import io
 import math
 import pickle
 import random
@@ -883,3 +884,32 @@ class Branching(nn.Module):
 def test_operators_on_functions_are_refused() -> None:
     with pytest.raises(TraceError, match="the model calls cond, which is given functions|in cond_op_dense"):
         trace(Around(Branching()), torch.randn(2, 4))
+
+
+class SavesAndLoads(nn.Module):
+    """Copies a tensor by way of a file in memory, which numbers that are followed do not survive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        file = io.BytesIO()
+        torch.save(x.detach(), file)
+        file.seek(0)
+        return x + torch.load(file)
+
+
+class FailsIfWatched(nn.Module):
+    """Fails while somebody listens to torch functions, also as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._len_torch_function_stack():
+            raise KeyError("x")
+        return x * 2
+
+
+def test_what_fails_only_while_it_is_recorded_is_kept_whole_or_refused() -> None:
+    gm = exact(Around(SavesAndLoads()), torch.randn(2, 4), torch.randn(3, 4))
+    assert opaque(gm)["inner"].startswith("fails while it is recorded: UnpicklingError: Weights only load")
+    why = "itself: it fails while it is recorded: UnpicklingError"
+    with pytest.raises(TraceError, match=why):
+        trace(SavesAndLoads(), torch.randn(2, 4))
+    with pytest.raises(TraceError, match="cannot trace inner: it fails while it is recorded: KeyError: 'x'"):
+        trace(Around(FailsIfWatched()), torch.randn(2, 4))
