@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import pytest
 import torch
@@ -494,6 +494,51 @@ def test_a_copy_and_a_resumed_model_prune_the_same_computed_weights() -> None:
     expected = pdp_fx.convert(prepared.eval())(x)
     for other in (resumed, copy.deepcopy(prepared)):
         assert torch.equal(pdp_fx.convert(other.eval())(x), expected)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds; the gradient goes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+
+class Quantised(nn.Linear):
+    """Weights of a few bits; the scale is that of the largest, or twice the mean."""
+
+    def __init__(self, inputs: int, outputs: int, levels: int, of_mean: bool) -> None:
+        super().__init__(inputs, outputs)
+        self.levels, self.of_mean = levels, of_mean
+
+    def forward(self, input: Tensor) -> Tensor:
+        size = self.weight.abs()
+        scale = (2 * size.mean() if self.of_mean else size.amax()) / self.levels
+        rounded = cast(Tensor, Rounded.apply(self.weight / scale))
+        return functional.linear(input, rounded.clamp(-self.levels, self.levels) * scale, self.bias)
+
+
+@pytest.mark.parametrize("levels", [1, 3, 7])
+@pytest.mark.parametrize("of_mean", [False, True])
+def test_where_a_quantised_weight_is_masked_does_not_hang_on_its_values(levels: int, of_mean: bool) -> None:
+    x, resumed = torch.randn(6, 32), list[fx.GraphModule]()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        net = nn.Sequential(Quantised(32, 24, levels, of_mean), nn.ReLU(), Quantised(24, 8, levels, of_mean))
+        prepared = pdp_fx.prepare(net, PruneSpec(Unstructured(0.5), schedule=AT_ONCE), x)
+        masked = [str(node.args[0]) for node in prepared.graph.nodes if node.name.endswith("masked")]
+        assert masked == ["_0_weight", "_2_weight"]
+        resumed.append(prepared)
+    first, *others = resumed
+    pdp_fx.step(first)
+    for other in others:
+        other.load_state_dict(first.state_dict())
+        assert torch.equal(other.eval()(x), first.eval()(x))
+    torch.testing.assert_close(pdp_fx.convert(first)(x), first(x))
 
 
 def test_the_report_counts_zeros_of_the_computed_weight() -> None:

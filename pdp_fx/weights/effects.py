@@ -78,7 +78,8 @@ def _effect(run: _Run, name: str, axis: int | None) -> Effect:
     dense = run.values[name]
     holes = run.random(dense.shape).to(dense.device) < 0.5
     halves = [run.result(name, dense * half) for half in (holes, ~holes)]
-    changed = torch.stack([half != run.dense for half in halves]).any(dim=0)
+    # What a quantiser rounds to 0 may be no 0 any more when its scale has become smaller.
+    changed = torch.stack([half != run.dense for half in halves]).any(dim=0) & (run.dense != 0)
     zero = torch.stack([run.zeros(half) for half in halves]).any(dim=0)
     if not changed.any() or not torch.equal(changed, zero) or _misses_single_zeros(run, name):
         return NONE
@@ -106,10 +107,11 @@ def _runs_along(run: _Run, name: str, own: int, axis: int) -> bool:
 
 
 def _misses_single_zeros(run: _Run, name: str) -> bool:
-    """Whether a single zero somewhere changes the weight and leaves no zero there."""
-    for _ in range(TRIES):
-        holed = run.values[name].reshape(-1).clone()
-        holed[int(run.random(()) * holed.numel())] = 0
+    """Whether a single zero in the place of a large number changes the weight and leaves no zero there."""
+    values = run.values[name].reshape(-1)
+    for place in values.abs().topk(min(TRIES, len(values))).indices:
+        holed = values.clone()
+        holed[place] = 0
         weight = run.result(name, holed.reshape(run.values[name].shape))
         if not torch.equal(weight, run.dense) and not bool(run.zeros(weight).any()):
             return True
@@ -131,7 +133,11 @@ def _as_it_is(kept: Tensor) -> Tensor:
 
 
 class _Run(Interpreter):
-    """Computes a weight; zeros in a parameter, as in new adapters, are replaced by other values."""
+    """Computes a weight from numbers of its own in the place of parameters, with the same signs.
+
+    Where masks are put must not follow from how large weights are: two models that are prepared alike take
+    each other's checkpoints. Nor may a number be as small as those that quantisers round to 0.
+    """
 
     def __init__(self, gm: fx.GraphModule, weight: fx.Node, sizes: Mapping[fx.Node, Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -164,16 +170,21 @@ class _Run(Interpreter):
         return (weight == 0) & (self.dense != 0)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A parameter's own or chosen values; a copy of anything else."""
+        """A parameter's values, or those chosen for it; a copy of anything else."""
         value = super().get_attr(target, args, kwargs)
         if not isinstance(value, Tensor):
             return value
         if not isinstance(value, nn.Parameter):
             return value.clone()
         if target not in self.values:
-            other = 0.5 + self.random(value.shape).to(value)
-            self.values[target] = torch.where(value == 0, other, value)
+            self.values[target] = self._like(value)
         return self._chosen.get(target, self.values[target]).clone()
+
+    def _like(self, value: Tensor) -> Tensor:
+        """Numbers with the signs of those of a parameter, of 0 as of 1; whole numbers as they are."""
+        if not (value.is_floating_point() or value.is_complex()):
+            return value
+        return torch.where(value == 0, 1, value.sgn()) * (0.5 + self.random(value.shape)).to(value)
 
     def _computed(self, chosen: Values) -> Tensor:
         self._chosen, self.env = chosen, {}
