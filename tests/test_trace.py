@@ -310,3 +310,25 @@ class Dotted(nn.Module):
 def test_parameters_that_no_attribute_holds_are_refused() -> None:
     with pytest.raises(TraceError, match="0, a Dotted, calls one of its parameters 'nested.scale'"):
         trace(nn.Sequential(Dotted()), torch.randn(3, 4))
+
+
+class Penalised(nn.Module):
+    """A layer, and how far it moves what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.far = nn.Linear(4, 4), nn.MSELoss()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, self.far(y, x)
+
+
+def test_a_loss_is_a_layer_to_symbolic_tracing_and_a_function_to_a_recording() -> None:
+    model, x = Penalised(), torch.randn(3, 4)
+    for gm, target in ((trace(model), "far"), (trace(model, x), functional.mse_loss)):
+        node = [*gm.graph.nodes][-2]
+        assert node.target == target
+        assert "opaque" not in node.meta
+        for one, other in zip(gm(x), model(x), strict=True):
+            assert torch.equal(one, other)
