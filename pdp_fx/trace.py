@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from pdp_fx.errors import TraceError
 from pdp_fx.field_checks import described
 from pdp_fx.tracing.align import align
-from pdp_fx.tracing.attempts import Recordings, record_both
+from pdp_fx.tracing.attempts import Recordings, record_both, refusal
 from pdp_fx.tracing.calls import path_of
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.decoys import insist
@@ -187,8 +187,7 @@ def _failing(model: nn.Module, lasting: Mapping[Whole, str], err: Exception) -> 
     if path is None:
         raise err
     if not path or Whole(path) in lasting:
-        name = path or f"the forward of {type(model).__name__} itself"
-        raise TraceError(f"cannot trace {name}: it {why}") from err
+        raise refusal(model, path, why) from err
     return {Whole(path): why}
 
 

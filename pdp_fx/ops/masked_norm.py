@@ -396,10 +396,8 @@ MASKED: dict[Any, Callable[..., Tensor]] = {plain: masked for masked, plain in P
 }
 """The masked form of a function or method."""
 
-LOSSES: frozenset[Any] = frozenset({
+STATISTICS: frozenset[Any] = frozenset({
+    torch.mean, "mean", torch.var, "var", torch.std, "std",
     functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
 })  # fmt: skip
-"""Those of them that average a loss."""
-
-STATISTICS: frozenset[Any] = frozenset({torch.mean, "mean", torch.var, "var", torch.std, "std"}) | LOSSES
 """Those of them that may run over any axis, and so are told the one of the channels."""

@@ -224,6 +224,16 @@ def _learn(model: nn.Module, err: UnrecordableError, findings: Findings) -> None
             _keep_whole(model, other, findings)
 
 
+def refusal(model: nn.Module, path: str, why: str) -> TraceError:
+    """The error of a module at a path, or of the model itself, that is neither traced nor kept whole."""
+    name = f"module {path!r}" if path else f"the forward of {type(model).__name__} itself"
+    return TraceError(
+        f"cannot trace {name}: it {why}; "
+        "move that part into a function or a submodule of its own, which then stays opaque; "
+        "as a part of another module, such as nn.Sequential(model), it can be pruned by single weights"
+    )
+
+
 def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) -> None:
     """Keep whole the part that an error names.
 
@@ -233,12 +243,7 @@ def _keep_whole(model: nn.Module, err: UnrecordableError, findings: Findings) ->
     whole = err.whole or Whole("")
     source = err.source or source_of(err, type(model.get_submodule(whole.path)).forward)
     if whole == Whole("") or whole in findings.tried:
-        name = f"module {whole.path!r}" if whole.path else f"the forward of {type(model).__name__} itself"
-        raise TraceError(
-            f"cannot trace {name}: it {err.reason} ({source}); "
-            "move that part into a function or a submodule of its own, which then stays opaque; "
-            "as a part of another module, such as nn.Sequential(model), it can be pruned by single weights"
-        ) from err
+        raise refusal(model, whole.path, f"{err.reason} ({source})") from err
     if err.instead_of is None:
         findings.keep_whole(whole, f"{err.reason} ({source})")
     else:

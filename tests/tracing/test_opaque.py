@@ -911,5 +911,6 @@ def test_what_fails_only_while_it_is_recorded_is_kept_whole_or_refused() -> None
     why = "itself: it fails while it is recorded: UnpicklingError"
     with pytest.raises(TraceError, match=why):
         trace(SavesAndLoads(), torch.randn(2, 4))
-    with pytest.raises(TraceError, match="cannot trace inner: it fails while it is recorded: KeyError: 'x'"):
+    why = "cannot trace module 'inner': it fails while it is recorded: KeyError: 'x'"
+    with pytest.raises(TraceError, match=why):
         trace(Around(FailsIfWatched()), torch.randn(2, 4))
