@@ -1,13 +1,15 @@
-"""Whether a checkpoint's pruning targets are those that the spec asks for.
+"""Whether a checkpoint's pruning targets are those that the spec asks for, and its masks in the same places.
 
 Once the ramp has begun, the targets are part of the state. If a checkpoint of another spec were loaded, its
-targets would silently replace those of the present spec, so `Pruner` refuses it with these reasons.
+targets would silently replace those of the present spec, so `Pruner` refuses it with these reasons. It also
+refuses one whose masks were on parameters where those of the present model are on weights that are computed
+from them, or the other way round: the trained weights would give something else.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,20 +24,25 @@ WAY_OUT = (
     "alone"
 )
 
+_HALF = 30
+"""How many bits of a seal say what the rules are, and how many where the masks are."""
+
 
 def conflicts(
     masks: Sequence[tuple[str, MaskPolicy]],
     rules: Mapping[str, Rule],
     allocation: str,
+    computed: Iterable[str],
     state: Mapping[str, Tensor],
     prefix: str,
 ) -> list[str]:
-    """How a checkpoint contradicts the rules of the present masks, one sentence each.
+    """How a checkpoint contradicts the present masks, one sentence each.
 
     Args:
         masks: the masks with their names.
         rules: the rule of each mask, by name.
         allocation: "global" or "uniform".
+        computed: the names of the parameters in whose place a computed weight is masked.
         state: the state dict.
         prefix: of the pruner's keys in it.
     """
@@ -45,13 +52,19 @@ def conflicts(
         return ["the spec has a tau_end and that of the checkpoint has none, or the other way round"]
     targets = {name: int(units[0]) for name, units in saved.items()}
     found = _other_totals(masks, rules, allocation == "uniform", targets)
-    sealed = state.get(f"{prefix}seal")
-    begun = any(isinstance(mask, ChannelPolicy) and targets.get(name, UNSET) != UNSET for name, mask in masks)
-    if begun and sealed is not None and not is_seal(sealed, rules, allocation):
+    others, elsewhere = _differs(state.get(f"{prefix}seal"), seal(rules, allocation, computed))
+    channels = [name for name, mask in masks if isinstance(mask, ChannelPolicy)]
+    if others and any(targets.get(name, UNSET) != UNSET for name in channels):
         texts = dict.fromkeys(rule_text(rule) for rule in rules.values() if isinstance(rule, Channels))
         found.insert(
             0,
             "the checkpoint's channels follow other rules, or another allocation, than " + ", ".join(texts),
+        )
+    elif elsewhere and int(state.get(f"{prefix}counter", 0)) > 0:
+        found.insert(
+            0,
+            "the checkpoint was trained with masks in other places: here they are on what is computed from "
+            f"{', '.join(sorted(computed)) or 'no parameter'}, and on parameters themselves otherwise",
         )
     return [f"{conflict}; {WAY_OUT.format(prefix)}" for conflict in found]
 
@@ -82,24 +95,39 @@ def _other_totals(
     return found
 
 
-def seal(rules: Mapping[str, Rule], allocation: str) -> int:
-    """A digest of what the targets of channels follow from: the rule of each mask, and the allocation.
+def seal(rules: Mapping[str, Rule], allocation: str, computed: Iterable[str]) -> int:
+    """A digest of what the targets of channels follow from, and of where masks are.
 
     It is odd and has 62 bits, so no floating-point number equals it: if the state is cast to floating point
     and back, or averaged, the seal changes.
+
+    Args:
+        rules: the rule of each mask, by name.
+        allocation: "global" or "uniform".
+        computed: the names of the parameters in whose place a computed weight is masked.
     """
     lines = [
-        f"{name} {rule.ratio} {rule.mac_reduction} {rule.round_to} {rule.min_channels}\n"
+        f"{name} {rule.ratio} {rule.mac_reduction} {rule.round_to} {rule.min_channels}"
         for name, rule in rules.items()
         if isinstance(rule, Channels)
     ]
-    digest = hashlib.sha256("".join([f"{allocation}\n", *lines]).encode()).digest()
-    return 1 << 61 | int.from_bytes(digest[:8], "big") >> 3 | 1
+    return ((1 << _HALF | _digest([allocation, *lines])) << _HALF | _digest(sorted(computed))) << 1 | 1
 
 
-def is_seal(number: Tensor, rules: Mapping[str, Rule], allocation: str) -> bool:
-    """Whether ``number`` is an int64 tensor that holds the seal of these rules."""
-    return number.dtype == torch.int64 and int(number) == seal(rules, allocation)
+def _digest(lines: Iterable[str]) -> int:
+    """A number of half a seal."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 64 - _HALF
+
+
+def _differs(saved: Tensor | None, expected: int) -> tuple[bool, bool]:
+    """Whether the halves of a checkpoint's seal are others; of one that was cast, the first counts so."""
+    if saved is None or saved.is_meta:
+        return False, False
+    if saved.dtype != torch.int64:
+        return True, False
+    differs = int(saved) ^ expected
+    return differs >> 1 + _HALF != 0, differs % (2 << _HALF) != 0
 
 
 def _expected(rule: Rule, masks: list[WeightPolicy], uniform: bool) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from pdp_fx.allocation import MacModel
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
-from pdp_fx.checkpoints import conflicts, is_seal, seal
+from pdp_fx.checkpoints import conflicts, seal
 from pdp_fx.errors import SpecError, StateError
 from pdp_fx.field_checks import described
 from pdp_fx.granularity import rule_text
@@ -39,8 +39,9 @@ class Pruner(nn.Module):
     Attributes:
         spec: the user's spec.
         counter: how often `step` was called, a 0-dim int64 buffer.
-        seal: a number derived from the channel rules (`checkpoints.seal`), a 0-dim int64 buffer. Averaging or
-            casting the state changes it, which is how `check_unaveraged` notices.
+        seal: a number derived from the channel rules and the places of the masks (`checkpoints.seal`), a
+            0-dim int64 buffer. Averaging or casting the state changes it, which is how `check_unaveraged`
+            notices.
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: the modules that lay group masks out along parameters that carry several groups.
         rules: the rule of each mask, by the mask's name.
@@ -171,7 +172,10 @@ class Pruner(nn.Module):
 
     def set_seal(self) -> None:
         """Set the seal, once all masks have been added."""
-        self.seal.fill_(seal(self.rules, self.spec.allocation))
+        self.seal.fill_(self._seal())
+
+    def _seal(self) -> int:
+        return seal(self.rules, self.spec.allocation, self.computed)
 
     def set_tables(self) -> None:
         """Set what follows from the rules, the targets and the counter, and what checkpoints leave out."""
@@ -183,7 +187,7 @@ class Pruner(nn.Module):
 
     def check_unaveraged(self) -> None:
         """Raise StateError if the seal or a count does not follow from the rules and the counter."""
-        if not is_seal(self.seal, self.rules, self.spec.allocation):
+        if self.seal.dtype != torch.int64 or int(self.seal) != self._seal():
             raise StateError(
                 "the whole numbers of the schedule were averaged, cast to another type or edited; leave them "
                 "out of casts, and give an average the state of the model that it follows, "
@@ -412,7 +416,8 @@ def _refuse_other_targets(
 ) -> None:
     """A hook of load_state_dict: report as errors what in the checkpoint was trained for other targets."""
     pruner, errors = cast(Pruner, module), rest[-1]
-    errors += conflicts(pruner.mask_items(), pruner.rules, pruner.spec.allocation, state, prefix)
+    masks, spec = pruner.mask_items(), pruner.spec
+    errors += conflicts(masks, pruner.rules, spec.allocation, pruner.computed, state, prefix)
 
 
 def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:

@@ -541,6 +541,37 @@ def test_where_a_quantised_weight_is_masked_does_not_hang_on_its_values(levels: 
     torch.testing.assert_close(pdp_fx.convert(first)(x), first(x))
 
 
+class Centred(nn.Linear):
+    """Its weight may be the parameter less its mean: then zeros of the parameter are none of the weight."""
+
+    centred = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight * 2
+        mean = weight.mean() if self.centred else 0
+        return functional.linear(input, weight - mean, self.bias)
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4), Channels(0.5)])
+def test_a_checkpoint_whose_masks_are_in_other_places_is_refused_once_they_prune(rule: Rule) -> None:
+    layer, x = Centred(8, 8), torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), layer, nn.ReLU(), nn.Linear(8, 2))
+    spec = PruneSpec(rule, schedule=AT_ONCE)
+    plain = pdp_fx.prepare(model, spec, x)
+    layer.centred = True
+    computed, again = (pdp_fx.prepare(model, spec, x) for _ in range(2))
+    assert plain.state_dict().keys() == computed.state_dict().keys()
+    computed.load_state_dict(plain.state_dict())
+    for trained, other, places in ((plain, computed, "2.weight"), (computed, plain, "no parameter")):
+        pdp_fx.step(trained)
+        with pytest.raises(RuntimeError, match=f"on what is computed from {places}.*begin with 'pdp"):
+            other.load_state_dict(trained.state_dict())
+        dense = {name: value for name, value in trained.state_dict().items() if not name.startswith("pdp.")}
+        other.load_state_dict(dense)
+    again.load_state_dict(computed.state_dict())
+    assert torch.equal(again.eval()(x), computed.eval()(x))
+
+
 def test_the_report_counts_zeros_of_the_computed_weight() -> None:
     _, prepared, _ = norm_free(Unstructured(0.5))
     pdp_fx.step(prepared)

@@ -64,7 +64,16 @@ class _Listener(TorchFunctionMode):
         if self.recorder.inside:
             self.recorder.watch.read_numbers |= func in _READS_NUMBERS
             return func(*args, **(kwargs or {}))
+        for kind in types:
+            if _overrides(kind):
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs or {})
         return self.recorder.guarded(called, self.recorder, func, args, kwargs or {})
+
+
+def _overrides(kind: type) -> bool:
+    """Whether this is a class of the model's that is no tensor and says what torch functions do with it."""
+    return not issubclass(kind, torch.Tensor) and inspect.ismethod(kind.__torch_function__)
 
 
 def _weight_not_passed() -> torch.Tensor | None:
