@@ -25,6 +25,7 @@ from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.replacing import ALONE
+from pdp_fx.tracing.structure import joint_copy
 from pdp_fx.weights.sources import stored_nodes
 
 
@@ -37,7 +38,7 @@ def normalised(given: ExampleInputs | None) -> Inputs | None:
     if given is None:
         return None
     call = example_call(given)
-    return fresh((call.args, dict(call.kwargs)))
+    return joint_copy((call.args, dict(call.kwargs)))
 
 
 def fresh(inputs: Inputs) -> Inputs:

@@ -49,6 +49,7 @@ from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, u
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import wrong_sizes
+from pdp_fx.tracing.same_inputs import goes_by_same_inputs
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of, source_of
 from pdp_fx.tracing.steps import InexactError, Whole
@@ -151,8 +152,9 @@ def _trace_until_nothing_lasts(
 ) -> fx.GraphModule:
     """Trace again until every module that keeps state for its next call outside its buffers is kept whole."""
     lasting: dict[Whole, str] = {}
+    apart = False
     while True:
-        findings = Findings(lasting=lasting)
+        findings = Findings(lasting=lasting, apart=apart)
         with noting_changes() as changes:
             try:
                 gm = _traced(model, example, findings, watch)
@@ -170,6 +172,9 @@ def _trace_until_nothing_lasts(
                 findings = findings.anew(replace(findings.sizes, held=held))
                 gm = _traced(model, example, findings, watch)
             gm = _for_other_batches(gm, model, example, findings, watch)
+        if not apart and goes_by_same_inputs(gm, model, example):
+            apart = True
+            continue
         kept = remembering(gm, model, example, changes, lasting)
         if not kept:
             return gm

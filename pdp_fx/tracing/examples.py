@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from pdp_fx.errors import TraceError
-from pdp_fx.tracing.structure import fresh_copy, tensors
+from pdp_fx.tracing.structure import fresh_copy, kind_of_tensor, tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -119,6 +119,16 @@ class ExampleCall:
 
             named = {name: changed(given) for name, given in self.kwargs.items()}
             yield ExampleCall(tuple(map(changed, self.args)), named)
+
+    def alike(self) -> "ExampleCall | None":
+        """The call with one tensor in the place of all of its kind; None if no two are of a kind."""
+        given = list(tensors((self.args, self.kwargs)))
+        first = {kind_of_tensor(tensor): tensor for tensor in reversed(given)}
+        if len(first) == len(given):
+            return None
+        return self._mapped(
+            lambda leaf: first[kind_of_tensor(leaf)] if isinstance(leaf, torch.Tensor) else leaf
+        )
 
     def tells_apart(self) -> bool:
         """Whether the last example of the batch differs from the first."""

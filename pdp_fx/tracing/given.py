@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Hashable, Mapping
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -10,10 +11,20 @@ from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.examples import ExampleCall, is_batch
 from pdp_fx.tracing.shapes import Facts, check_step, length_of
 from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Scope, Step, Value
-from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors, is_record
+from pdp_fx.tracing.structure import (
+    BASE_TYPES,
+    as_base,
+    children,
+    has_tensors,
+    is_record,
+    kind_of_tensor,
+)
 
 NUMBERS_HAVE = "as_integer_ratio"
 """An attribute of all numbers, but of no tensor."""
+
+TAKE_ONCE = "for one, trace a module of your own that takes it once and calls the model with it"
+"""What to do with a model that goes by whether two of its inputs are one tensor."""
 
 
 class Uses:
@@ -110,6 +121,22 @@ def sizes_held(value: Value, example: Any, call: ExampleCall, held: frozenset[in
         return [fact for inner, part in parts for fact in sizes_held(inner, part, call, held)]
     axes = [(axis, size) for axis, size in call.other_axes(example) if size in held]
     return [(Expr("size", (value, axis)), size) for axis, size in axes]
+
+
+def tensors_in(value: Value, example: Any) -> list[tuple[Value, torch.Tensor]]:
+    """How to reach the tensors in containers and records, and these."""
+    if isinstance(example, torch.Tensor):
+        return [(value, example)]
+    return [found for inner, part in _parts(value, example) for found in tensors_in(inner, part)]
+
+
+def all_apart(given: list[tuple[Value, torch.Tensor]]) -> Facts:
+    """The facts to check of tensors of one kind, that no two are one."""
+    return [
+        (Expr(operator.is_, (one, other)), False)
+        for (one, first), (other, second) in combinations(given, 2)
+        if kind_of_tensor(first) == kind_of_tensor(second)
+    ]
 
 
 def _said(value: Value, fact: Any) -> str:

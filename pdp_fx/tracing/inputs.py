@@ -4,21 +4,25 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pdp_fx.tracing.examples import ExampleCall, Inputs, is_followed
 from pdp_fx.tracing.given import (
     NUMBERS_HAVE,
+    TAKE_ONCE,
     Uses,
+    all_apart,
     batch_sizes,
     check_inputs,
     plain_parts,
     sizes_held,
     tensors_given,
+    tensors_in,
 )
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step
-from pdp_fx.tracing.steps import Expr, Recording
+from pdp_fx.tracing.steps import Expr, Recording, Value
 from pdp_fx.tracing.structure import as_base, has_tensors
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -74,6 +78,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     fixed: Facts = []
     batches: Facts = []
     sizes: Facts = []
+    given: list[tuple[Value, torch.Tensor]] = []
     optional = False
     for argument in _arguments(model, call):
         example = as_base(argument.value)
@@ -92,6 +97,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             fixed += [] if optional and has_tensors(value) else plain_parts(step, value)
             batches += batch_sizes(step, value, recorder.findings.sizes.batch)
             sizes += sizes_held(step, value, call, recorder.findings.sizes.held)
+            given += tensors_in(step, value)
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
@@ -99,6 +105,12 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     for facts in by_depth(fixed):
         recorder.steps.append(check_inputs(facts, recorder.scope))
     _check_sizes(recorder, batches, sizes)
+    if recorder.findings.apart:
+        message = (
+            "this graph is that of inputs that are different tensors, and the model does something else "
+            f"where two are one; {TAKE_ONCE}"
+        )
+        recorder.steps.append(check_step(all_apart(given), message, recorder.scope, ""))
     return ExampleCall(tuple(args), kwargs)
 
 

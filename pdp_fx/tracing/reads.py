@@ -15,7 +15,7 @@ from pdp_fx.tracing.expressions import (
     only_unpacks,
     uses_beyond,
 )
-from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, kind_of_tensor, refuse_ragged
+from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, refuse_ragged
 from pdp_fx.tracing.selecting import asks_any
 from pdp_fx.tracing.settings import HELD, is_users_question, note_asked_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
@@ -33,6 +33,7 @@ from pdp_fx.tracing.steps import (
     is_input,
     is_ragged,
 )
+from pdp_fx.tracing.structure import kind_of_tensor
 from pdp_fx.tracing.watch import storage_of
 
 

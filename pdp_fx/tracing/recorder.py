@@ -55,7 +55,7 @@ from pdp_fx.tracing.steps import (
     selectors,
     varies,
 )
-from pdp_fx.tracing.structure import has_tensors, tensors
+from pdp_fx.tracing.structure import has_tensors, kind_of_tensor, tensors
 from pdp_fx.tracing.time_limit import TooLongError
 from pdp_fx.tracing.watch import Watch
 
@@ -606,8 +606,3 @@ def refuse_ragged(what: str, value: Value) -> None:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def kind_of_tensor(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """The properties that a tensor must share with another to take its place."""
-    return tensor.shape, tensor.dtype, tensor.device

@@ -209,6 +209,11 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and len(parts) == len(others) and all(map(torch.equal, parts, others))
 
 
+def kind_of_tensor(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """The properties that a tensor must share with another to take its place."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def has_tensors(value: Any) -> bool:
     """Whether there is a tensor in a structure."""
     return next(tensors(value), None) is not None
@@ -236,6 +241,11 @@ def fresh_copy(value: Any) -> Any:
         return type(value)(fresh_copy(part) for part in value)
     if type(value) is dict:
         return {key: fresh_copy(part) for key, part in value.items()}
+    return joint_copy(value)
+
+
+def joint_copy(value: Any) -> Any:
+    """A deep copy whose tensors are detached leaves; a tensor that occurs twice stays one."""
     return copy.deepcopy(value, {id(tensor): fresh_copy(tensor) for tensor in tensors(value)})
 
 
