@@ -9,9 +9,9 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from pdp_fx.tracing.applies import with_apply
 from pdp_fx.tracing.autocasts import recording_autocast
 from pdp_fx.tracing.calls import run_function, run_method, run_module
 from pdp_fx.tracing.casts import casting
@@ -34,7 +35,7 @@ from pdp_fx.tracing.processes import noting_processes
 from pdp_fx.tracing.reads import called, check
 from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
-from pdp_fx.tracing.replacing import entries, namespaces, replaced
+from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.settings import noting_settings
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Whole
@@ -128,8 +129,7 @@ def _unlisted_calls(recorder: Recorder) -> Generator[None, None, None]:
         replaced(nn.Module, "__call__", _module_call(recorder)),
         replaced(nn.Module, "train", _train(recorder)),
         replaced(torch.Tensor, "as_subclass", _as_subclass(recorder)),
-        replaced(torch.autograd.Function, "apply", classmethod(_function_apply(recorder))),
-        entries(_bound_applies(recorder)),
+        with_apply(recorder.model, _function_apply(recorder)),
     ):
         yield
 
@@ -182,37 +182,6 @@ def _function_apply(recorder: Recorder) -> Callable[..., Any]:
         return recorder.guarded(recorder.function, apply_of(cls), args, {})
 
     return function_apply
-
-
-def _bound_applies(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, object]]:
-    """Where the model's code and its modules hold an ``apply`` from before, as in ``ste = Round.apply``.
-
-    What is held elsewhere is noticed by its results (`Origins.value`).
-    """
-    function_apply = _function_apply(recorder)
-    modules = list(recorder.model.modules())
-    codes = namespaces((*map(type, modules), *_kinds_of(torch.autograd.Function)), of_torch=False)
-    for names in (*codes, *map(vars, modules)):
-        for name, value in list(names.items()):
-            kind = _function_of_apply(value)
-            if kind is not None:
-                yield names, name, functools.partial(function_apply, kind)
-
-
-def _function_of_apply(value: object) -> type[torch.autograd.Function] | None:
-    """The autograd function whose bound ``apply`` a value is, or calls as a partial without arguments."""
-    if isinstance(value, functools.partial) and not (value.args or value.keywords):
-        value = value.func
-    if not isinstance(value, BuiltinMethodType | MethodType) or value.__name__ != "apply":
-        return None
-    kind = value.__self__
-    return kind if isinstance(kind, type) and issubclass(kind, torch.autograd.Function) else None
-
-
-def _kinds_of(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _kinds_of(each)
 
 
 def _length(recorder: Recorder) -> Callable[[Any], int]:

@@ -20,6 +20,9 @@ _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _OURS, contextlib.__file__
 _RUNNERS: set[CodeType] = set()
 """The code objects of functions that run models; frames outside of these do not belong to a model."""
 
+NO_LINE = "no user code"
+"""What is said in the place of a line where there is none."""
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -80,7 +83,7 @@ def source_of(err: BaseException, function: Callable[..., object] | None = None)
     lines = [f for f in traceback.extract_tb(err.__traceback__) if is_users(f.filename)]
     if lines:
         return f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}"
-    return (function and line_of(function)) or "no user code"
+    return (function and line_of(function)) or NO_LINE
 
 
 def raised_by_user(err: BaseException) -> bool:
