@@ -8,10 +8,12 @@ tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which or
 """
 
 import contextlib
+import copy
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from random import Random
 
 import torch
 from torch import fx, nn
@@ -53,7 +55,7 @@ from pdp_fx.tracing.same_inputs import goes_by_same_inputs
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of, source_of
 from pdp_fx.tracing.steps import InexactError, Whole
-from pdp_fx.tracing.structure import are_equal, arrays, hiding_tensors, tensors
+from pdp_fx.tracing.structure import are_equal, arrays, hiding_tensors, opaque_parts, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unmoved import unmoved_iterators
@@ -407,6 +409,12 @@ def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
             f"there is a {type(hiding).__name__} in the example inputs, whose tensors a recording cannot "
             "see; give them in a list, a dict or an object with attributes"
         )
+    for part in opaque_parts((example.args, example.kwargs)):
+        if not _is_itself(part):
+            raise TraceError(
+                f"there is a {type(part).__name__} in the example inputs, and a graph knows no other; let "
+                "the model hold it"
+            )
     given = list(tensors((example.args, example.kwargs)))
     named = [*model.named_parameters(), *(("an example input", tensor) for tensor in given)]
     for name, tensor in [*named, *model.named_buffers()]:
@@ -418,6 +426,11 @@ def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
             raise TraceError(f"{name} is stored as {kind}, which cannot be traced; give it as to_dense()")
     if given and not any(tensor.numel() for tensor in given):
         raise TraceError("the example inputs are empty tensors; give at least one example")
+
+
+def _is_itself(thing: object) -> bool:
+    """Whether a thing equals its copies, as functions and classes do, so that a graph can ask for it."""
+    return not isinstance(thing, Random) and bool(copy.deepcopy(thing) == thing)
 
 
 def _trace_symbolically(model: nn.Module) -> fx.GraphModule:

@@ -3,19 +3,23 @@
 import operator
 from collections.abc import Hashable, Mapping
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.examples import ExampleCall, is_batch
+from pdp_fx.tracing.objects import Held
 from pdp_fx.tracing.shapes import Facts, check_step, length_of
 from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Scope, Step, Value
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
     as_base,
+    attributes,
     children,
     has_tensors,
+    is_object,
+    is_opaque,
     is_record,
     kind_of_tensor,
 )
@@ -80,15 +84,28 @@ def check_inputs(facts: Facts, scope: Scope) -> Step:
     return check_step(facts, message, scope, "")
 
 
-def plain_parts(value: Value, example: Any) -> Facts:
+def plain_parts(value: Value, example: Any, around: frozenset[int] = frozenset()) -> Facts:
     """The facts to check of everything in a structure but tensors: plain values, lengths, and keys.
 
-    The model may read these without a torch function, so that the recorder does not see it.
+    The model may read these without a torch function, so that the recorder does not see it. Of objects with
+    tensors nothing is checked.
+
+    Args:
+        value: how to reach the structure.
+        example: the structure.
+        around: the ids of the objects that hold it.
     """
     example = as_base(example)
     if isinstance(example, (*BASE_TYPES, slice)):
         return [(value, example)]
-    facts = [fact for inner, part in _parts(value, example) for fact in plain_parts(inner, part)]
+    if is_opaque(example):
+        return [(value, Expr(Held(example), ()))]
+    parts = _parts(value, example)
+    if is_object(example) and not is_record(example) and not has_tensors(example):
+        parts = [(Expr(getattr, (value, name)), part) for name, part in attributes(example).items()]
+    around |= {id(example)}
+    new = [(inner, part) for inner, part in parts if id(part) not in around]
+    facts = [fact for inner, part in new for fact in plain_parts(inner, part, around)]
     if isinstance(example, list | tuple | Mapping):
         facts = [length_of(value, example), *facts]
     if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
@@ -142,6 +159,9 @@ def all_apart(given: list[tuple[Value, torch.Tensor]]) -> Facts:
 def _said(value: Value, fact: Any) -> str:
     if isinstance(value, Expr) and value.call is torch.is_tensor:
         return f"{_shown(value.args[0])}=a tensor"
+    if isinstance(fact, Expr):
+        thing = cast(Held, fact.call).thing
+        return f"{_shown(value)}={getattr(thing, '__name__', thing)}"
     if isinstance(value, Expr) and value.call is hasattr:
         return f"{_shown(value.args[0])}=a number"
     return f"{_shown(value)}={fact!r}"

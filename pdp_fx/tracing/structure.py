@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cache
+from random import Random
 from types import CellType, MemberDescriptorType
 from typing import Any, cast
 
@@ -86,6 +87,27 @@ def is_object(value: object) -> bool:
     if isinstance(value, type | torch.nn.Module | torch.Tensor) or callable(value):
         return False
     return hasattr(value, "__dict__") or bool(_slots(type(value)))
+
+
+def is_opaque(value: object) -> bool:
+    """Whether a value is no tensor and cannot be looked into, as functions, classes and sets."""
+    looked_into = (*BASE_TYPES, slice, torch.Tensor, np.generic, tuple, list, Mapping)
+    return not isinstance(value, looked_into) and not is_object(value)
+
+
+def opaque_parts(value: Any) -> Iterator[Any]:
+    """All such values and Python's generators in a structure; objects with tensors are not looked into."""
+    seen = set[int]()
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, BASE_TYPES) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if is_opaque(part) or isinstance(part, Random):
+            yield part
+        if not is_object(part) or is_record(part) or not has_tensors(part):
+            todo += [inner for _, _, inner in children(part)]
 
 
 def attributes(value: object) -> dict[str, Any]:

@@ -1,6 +1,10 @@
+import copy
 import dataclasses
 import enum
+import functools
 import math
+import pickle
+import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
@@ -303,6 +307,67 @@ def test_the_graph_checks_all_in_its_inputs_that_is_no_tensor(example: Any, othe
         gm(with_tensor(other), Size.HALF)
     with pytest.raises(AssertionError, match="HALF"):
         gm(with_tensor(example), Size.FULL)
+
+
+DOUBLED: Callable[[Tensor], Tensor] = lambda x: x * 2  # noqa: E731
+
+
+class Settings:
+    """An object without tensors that holds itself."""
+
+    def __init__(self, kind: str) -> None:
+        self.kinds, self.itself = [kind], self
+
+
+class Follows(nn.Module):
+    """Does what it is given says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        x = self.layer(x)
+        if isinstance(given, Settings):
+            return x.relu() if given.kinds == ["relu"] else x.tanh()
+        if isinstance(given, type):
+            return x.relu() if issubclass(given, nn.ReLU) else x.tanh()
+        return cast(Tensor, given(x)) if callable(given) else x * sum(given)
+
+
+@pytest.mark.parametrize(
+    ("example", "other", "said"),
+    [
+        (torch.relu, torch.tanh, "given=relu"),
+        (DOUBLED, lambda x: x * 3, "given=<lambda>"),
+        (nn.ReLU, nn.Tanh, "given=ReLU"),
+        (frozenset({1, 2}), frozenset({1, 3}), r"given=frozenset\(\{1, 2\}\)"),
+        (b"\x01", b"\x02", r"given=b'\\x01'"),
+        (Settings("relu"), Settings("tanh"), r"given\.kinds\[0\]='relu'"),
+    ],
+)
+def test_functions_and_objects_among_the_inputs_must_be_those_of_the_example(
+    example: Any, other: Any, said: str
+) -> None:
+    model, x = Follows(), rows(2)
+    gm = exact(model, (x, example))
+    for graph in (gm, pickle.loads(pickle.dumps(gm)) if example is not DOUBLED else copy.deepcopy(gm)):
+        assert torch.equal(graph(x, example), model(x, example))
+        with pytest.raises(AssertionError, match=f"traced with.* {said}"):
+            graph(x, other)
+
+
+@pytest.mark.parametrize("kind", ["ReLU", "Generator", "Random", "partial"])
+def test_what_a_graph_cannot_tell_from_others_is_no_example_input(kind: str) -> None:
+    made: dict[str, Callable[[], Any]] = {
+        "ReLU": nn.ReLU,
+        "Generator": torch.Generator,
+        "Random": random.Random,
+        "partial": lambda: functools.partial(torch.clamp, min=0),
+    }
+    for given in (made[kind](), [made[kind]()], {"a": (made[kind](),)}):
+        with pytest.raises(TraceError, match=f"{kind}.*let the model hold it"):
+            trace(Follows(), (rows(2), given))
 
 
 def test_an_array_is_no_example_input() -> None:
