@@ -13,6 +13,9 @@ from pdp_fx.ops.threshold import compute_dtype
 from pdp_fx.policy import MaskPolicy, MaskSite
 from pdp_fx.sharding import refuse_not_whole
 
+_LARGEST = 2.0**118
+"""Scores above this count as this, so that they can be scaled."""
+
 
 class ChannelPolicy(MaskPolicy):
     """Whole channels: one mask for a group, shared by everything that carries the group's channels.
@@ -74,7 +77,7 @@ class ChannelPolicy(MaskPolicy):
 
     def kept(self, scores: Tensor) -> Tensor:
         """The hard mask that follows from the scores."""
-        return (~smallest(self.ranked(scores), self.count)).to(scores.dtype)
+        return (~self._gone(scores)).to(scores.dtype)
 
     def scores(self, *weights: Tensor) -> Tensor:
         """What channels are ranked by, shape (width,), float32 or float64; low scores are pruned first."""
@@ -107,7 +110,11 @@ class ChannelPolicy(MaskPolicy):
         return sums.index_add(0, torch.where(places < 0, self.width, places), rows)[: self.width]
 
     def pruned(self, *weights: Tensor) -> Tensor:
-        return smallest(self.ranked(self.scores(*weights)), self.count)
+        return self._gone(self.scores(*weights))
+
+    def _gone(self, scores: Tensor) -> Tensor:
+        """Which channels the hard mask prunes; of equal ones, such as rows of norm 1, the first go."""
+        return smallest(_without_last_bits(self.ranked(scores)), self.count)
 
     def extra_repr(self) -> str:
         return f"width={self.width}"
@@ -121,6 +128,16 @@ def set_table(owner: nn.Module, name: str, places: tuple[int, ...]) -> None:
         owner.register_buffer(name, made.to(device), persistent=False)
     else:
         old.copy_(made)
+
+
+def _without_last_bits(scores: Tensor) -> Tensor:
+    """Scores with 16 bits of a float32's 24, so that rounding does not choose among equal ones.
+
+    The sums that scores are made of come out otherwise when they are compiled, or on another device.
+    """
+    scores = scores.float().clamp(max=_LARGEST)
+    scaled = scores * (2**8 + 1)
+    return scaled - (scaled - scores)
 
 
 def _energy(weight: Tensor, axis: int) -> Tensor:

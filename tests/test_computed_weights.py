@@ -572,6 +572,29 @@ def test_a_checkpoint_whose_masks_are_in_other_places_is_refused_once_they_prune
     assert torch.equal(again.eval()(x), computed.eval()(x))
 
 
+class Cosine(nn.Linear):
+    """Its rows have norm 1, so that rounding would choose among its channels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, functional.normalize(self.weight, dim=1), self.bias)
+
+
+def test_rows_of_one_norm_go_alike_in_any_precision_and_compiled() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    layers = (nn.Linear(8, 16), nn.ReLU(), Cosine(16, 16), nn.Tanh())
+    model = nn.Sequential(
+        *layers, parametrizations.orthogonal(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 3)
+    )
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(0.5), schedule=AT_ONCE), x)
+    train(prepared, [(x,)])
+    pdp_fx.step(prepared.eval())
+    expected = prepared(x)
+    torch.testing.assert_close(copy.deepcopy(prepared).double()(x.double()).float(), expected)
+    torch.testing.assert_close(torch.compile(prepared)(x), expected)
+    torch.testing.assert_close(pdp_fx.convert(prepared)(x), expected)
+
+
 def test_the_report_counts_zeros_of_the_computed_weight() -> None:
     _, prepared, _ = norm_free(Unstructured(0.5))
     pdp_fx.step(prepared)

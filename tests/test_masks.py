@@ -173,6 +173,17 @@ def test_channels_of_lowest_score_go_and_the_mask_is_shared() -> None:
     assert torch.equal((~mask.pruned(w)).nonzero().flatten(), kept)
 
 
+@pytest.mark.parametrize("norm", [1e-15, 0.3, 1.0, 7.7, 1e15])
+def test_of_channels_that_differ_by_rounding_the_first_go(norm: float) -> None:
+    mask, w = at(channel_mask(), 3), weight(6, 8).detach()
+    w = norm * w / w.norm(dim=1, keepdim=True)
+    for dtype in (torch.float64, torch.float32):
+        rounded = w.to(dtype) * (1 + torch.tensor([0, 1, -1, 1, 0, -1])[:, None] * 1e-7)
+        assert mask.pruned(rounded.to(dtype)).tolist() == [True] * 3 + [False] * 3
+        rounded[4] *= 0.9999
+        assert mask.pruned(rounded.to(dtype)).tolist() == [True, True, False, False, True, False]
+
+
 def test_the_gradient_of_a_channel_mask_reaches_its_weights() -> None:
     mask, w = at(channel_mask(), 3), weight(6, 8)
     t = threshold(mask.scores(w).detach(), torch.tensor(3))
