@@ -399,7 +399,7 @@ def example_call(example_inputs: object) -> ExampleCall:
     """Read example inputs: a tensor is one positional argument, a tuple several, a mapping has keyword ones.
 
     Raises:
-        TraceError: they are something else, or cannot be copied.
+        TraceError: they are something else, cannot be copied, or are tensors with attributes of their own.
     """
     call = _as_call(example_inputs)
     try:
@@ -409,6 +409,13 @@ def example_call(example_inputs: object) -> ExampleCall:
             f"the example inputs cannot be copied ({type(err).__name__}: {err}), as they are for each run of "
             "the model; give what copy.deepcopy can copy"
         ) from err
+    for tensor in tensors((call.args, call.kwargs)):
+        tags = [name for name in vars(tensor) if not name.startswith("_")]
+        if tags and type(tensor) is torch.Tensor:
+            raise TraceError(
+                f"an example input has an attribute {tags[0]!r} of its own, which a graph does not see; give "
+                "it as another input"
+            )
     return call
 
 

@@ -370,6 +370,13 @@ def test_what_a_graph_cannot_tell_from_others_is_no_example_input(kind: str) -> 
             trace(Follows(), (rows(2), given))
 
 
+def test_a_tensor_with_an_attribute_of_its_own_is_no_example_input() -> None:
+    x = rows(2)
+    x.scale = 5.0  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TraceError, match="attribute 'scale' of its own.*as another input"):
+        pdp_fx.prepare(Net(), at_once(Channels(0.5)), x)
+
+
 def test_an_array_is_no_example_input() -> None:
     with pytest.raises(TraceError, match="give it as a tensor"):
         trace(Keywords(), {"x": rows(2), "scale": np.ones(3)})
