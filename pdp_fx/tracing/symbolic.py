@@ -27,7 +27,7 @@ from pdp_fx.tracing.given import check_inputs
 from pdp_fx.tracing.leaves import is_leaf
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.shapes import Facts
-from pdp_fx.tracing.source import NO_LINE, runs_model, source_line, source_of, user_frame
+from pdp_fx.tracing.source import NO_LINE, is_users, runs_model, source_line, source_of
 from pdp_fx.tracing.steps import Attribute, Recording, Scope, Step
 
 _BLOCKS = (
@@ -43,6 +43,10 @@ _QUESTIONS = ("is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabl
 """The functions of torch by which a model asks about such blocks around it."""
 
 
+def _is_of_model(frame: FrameType) -> bool:
+    return is_users(frame.f_code.co_filename)
+
+
 class _Stands(fx.Proxy):
     """Stands for a value of the model; to code that asks, it is a tensor, which the graph checks."""
 
@@ -56,8 +60,7 @@ class _Stands(fx.Proxy):
         return _Attribute(self, k)
 
     def __setattr__(self, name: str, value: object) -> None:
-        caller = sys._getframe(1)
-        if user_frame(caller) is caller:
+        if _is_of_model(sys._getframe(1)):
             raise TraceError(f"it sets the attribute {name} of a tensor")
         super().__setattr__(name, value)
 
@@ -128,7 +131,7 @@ class SymbolicTracer(fx.Tracer):
 
     def class_of(self, value: _Stands, frame: FrameType) -> type:
         """What code finds that asks for the class of a value: the model a tensor, and a check is added."""
-        if frame.f_code is not torch.is_tensor.__code__ and user_frame(frame) is not frame:
+        if frame.f_code is not torch.is_tensor.__code__ and not _is_of_model(frame):
             return type(value)
         if value.node not in self._are_tensors:
             self._are_tensors.add(value.node)
@@ -147,7 +150,8 @@ class _OfValuesOnly(TorchFunctionMode):
         kwargs = kwargs or {}
         of_values = any(issubclass(type(leaf), fx.Proxy) for leaf in tree_leaves((args, kwargs)))
         name = functions.name_of(func)
-        if not of_values and not functions.only_looks(name, len(args) + len(kwargs)):
+        harmless = func is torch._assert or functions.only_looks(name, len(args) + len(kwargs))
+        if not of_values and not harmless:
             raise TraceError(f"it computes {name} of no input")
         return func(*args, **kwargs)
 
@@ -222,8 +226,7 @@ def _unseen_refused(model: nn.Module) -> Generator[None, None, None]:
 
     def answering(answer: Callable[..., bool]) -> Callable[..., bool]:
         def asks(*args: Any) -> bool:
-            caller = sys._getframe(1)
-            if user_frame(caller) is caller:
+            if _is_of_model(sys._getframe(1)):
                 raise TraceError(f"it asks torch.{answer.__name__}")
             return answer(*args)
 
