@@ -80,7 +80,8 @@ def test_a_graph_of_different_tensors_refuses_one(asks: str, nested: bool) -> No
     for graph in (gm, prepared, pdp_fx.convert(prepared)):
         with pytest.raises(AssertionError, match="different tensors.*takes it once"):
             graph([one, one] if nested else one, *(() if nested else (one,)))
-    torch.testing.assert_close(torch.compile(gm, fullgraph=True)(*example), model(*example))
+    if not nested:
+        torch.testing.assert_close(torch.compile(gm, fullgraph=True)(*example), model(*example))
 
 
 @pytest.mark.parametrize("asks", ASKS)
