@@ -5,12 +5,13 @@ the graph cannot be compared with the model. All that such a value does not see 
 computed from other tensors, blocks that set a mode, random numbers, functions with a gradient of their own.
 """
 
+import builtins
 import operator
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -39,6 +40,8 @@ _BLOCKS = (
 )
 """Where blocks begin that set for torch how to compute what is inside."""
 
+_ISINSTANCE = isinstance
+
 _QUESTIONS = ("is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled")
 """The functions of torch by which a model asks about such blocks around it."""
 
@@ -52,10 +55,6 @@ class _Stands(fx.Proxy):
 
     tracer: "SymbolicTracer"
 
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.tracer.class_of(self, sys._getframe(1))
-
     def __getattr__(self, k: str) -> "_Attribute":
         return _Attribute(self, k)
 
@@ -63,6 +62,9 @@ class _Stands(fx.Proxy):
         if _is_of_model(sys._getframe(1)):
             raise TraceError(f"it sets the attribute {name} of a tensor")
         super().__setattr__(name, value)
+
+    def __setitem__(self, index: object, value: object) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
 
 class _Value(_Stands):
@@ -129,16 +131,13 @@ class SymbolicTracer(fx.Tracer):
             for value in made
         ]
 
-    def class_of(self, value: _Stands, frame: FrameType) -> type:
-        """What code finds that asks for the class of a value: the model a tensor, and a check is added."""
-        if frame.f_code is not torch.is_tensor.__code__ and not _is_of_model(frame):
-            return type(value)
+    def take_for_tensor(self, value: _Stands) -> None:
+        """Add a check that a value is a tensor."""
         if value.node not in self._are_tensors:
             self._are_tensors.add(value.node)
             message = "traced without example inputs, this is a graph for a tensor here; pass example_inputs"
             is_tensor = self.create_node("call_function", torch.is_tensor, (value.node,), {})
             self.create_node("call_function", torch._assert, (is_tensor, message), {})
-        return torch.Tensor
 
 
 class _OfValuesOnly(TorchFunctionMode):
@@ -220,6 +219,18 @@ def _is_seen_elsewhere(node: fx.Node) -> bool:
     return not node.users and (node.op == "call_module" or functions.acts_in_place(node))
 
 
+def _is_instance(thing: object, kinds: Any) -> bool:
+    """What `isinstance` tells the model: that a value is a tensor."""
+    found, frame = _ISINSTANCE(thing, kinds), sys._getframe(1)
+    if found or not issubclass(type(thing), _Stands):
+        return found
+    if not _is_of_model(frame) and frame.f_code is not torch.is_tensor.__code__:
+        return found
+    value = cast(_Stands, thing)
+    value.tracer.take_for_tensor(value)
+    return issubclass(torch.Tensor, kinds)
+
+
 @contextmanager
 def _unseen_refused(model: nn.Module) -> Generator[None, None, None]:
     """Refuse what values do not see."""
@@ -243,6 +254,7 @@ def _unseen_refused(model: nn.Module) -> Generator[None, None, None]:
             stack.enter_context(replaced(kind, name, begins))
         for name in _QUESTIONS:
             stack.enter_context(replaced(torch, name, answering(getattr(torch, name))))
+        stack.enter_context(replaced(builtins, "isinstance", _is_instance))
         stack.enter_context(with_apply(model, applies))
         stack.enter_context(_OfValuesOnly())
         yield

@@ -14,6 +14,8 @@ from torch.nn import functional
 import pdp_fx
 from pdp_fx import NM, PruneSpec, Schedule, TraceError, Unstructured
 from pdp_fx.trace import trace
+from tests.channels.construct import Construct
+from tests.channels.constructs import CONSTRUCTS
 from tests.tracing.checks import assert_same, assert_same_state, outcome
 
 
@@ -77,6 +79,13 @@ def added_to_view(part: Any, x: Tensor) -> None:
     view += 1
 
 
+def written(part: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 0] = 1
+    x[:, 1:3] *= 2
+    return part.linear(x)
+
+
 def summed(part: Any, x: Tensor) -> Tensor:
     kept = x
     x += part.linear(x.clone())
@@ -113,6 +122,7 @@ SEEN: dict[str, Callable[[Any, Tensor], Any]] = {
     "method": then(lambda part, x: x.mul_(2)),
     "function": then(lambda part, x: functional.relu(x, inplace=True)),
     "module": then(lambda part, x: part.relu(x)),
+    "places": written,
     "view": then(lambda part, x: x[:, :4].zero_()),
     "operator on a view": then(added_to_view),
     "operators": summed,
@@ -138,6 +148,24 @@ def test_what_is_done_to_inputs_is_in_the_graph(does: Callable[[Any, Tensor], An
             assert torch.equal(outcome(prepared, x, training)[0], outcome(model, x, training)[0])
         pdp_fx.step(prepared.eval())
         torch.testing.assert_close(pdp_fx.convert(prepared)(x), prepared(x))
+
+
+@pytest.mark.parametrize("row", CONSTRUCTS, ids=[row.name for row in CONSTRUCTS])
+def test_constructs_are_exact_or_refused(row: Construct) -> None:
+    torch.manual_seed(0)
+    net = row.net().double()
+    try:
+        gm = trace(net)
+    except TraceError as err:
+        if "without example inputs" not in str(err):
+            raise
+        return
+    try:
+        assert_same(gm, net, row.inputs(2))
+    except AssertionError as err:
+        # What was left out is given here.
+        if "for anything else, trace with example_inputs" not in str(err):
+            raise
 
 
 def test_buffers_are_read_at_each_call() -> None:
