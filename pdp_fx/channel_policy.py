@@ -131,12 +131,13 @@ def set_table(owner: nn.Module, name: str, places: tuple[int, ...]) -> None:
 
 
 def _without_last_bits(scores: Tensor) -> Tensor:
-    """Scores with 16 bits of a float32's 24, so that rounding does not choose among equal ones.
+    """Scores with 16 bits, where float32 has 24 and float64 53: rounding must not choose among equal ones.
 
     The sums that scores are made of come out otherwise when they are compiled, or on another device.
     """
-    scores = scores.float().clamp(max=_LARGEST)
-    scaled = scores * (2**8 + 1)
+    double = scores.dtype == torch.float64
+    scores = (scores if double else scores.float()).clamp(max=_LARGEST)
+    scaled = scores * ((2**37 if double else 2**8) + 1)
     return scaled - (scaled - scores)
 
 
