@@ -174,13 +174,13 @@ def _trace_until_nothing_lasts(
                 findings = findings.anew(replace(findings.sizes, held=held))
                 gm = _traced(model, example, findings, watch)
             gm = _for_other_batches(gm, model, example, findings, watch)
-        if not apart and goes_by_same_inputs(gm, model, example):
-            apart = True
-            continue
         kept = remembering(gm, model, example, changes, lasting)
-        if not kept:
-            return gm
         lasting |= kept
+        if kept:
+            continue
+        if apart or not goes_by_same_inputs(gm, model, example):
+            return gm
+        apart = True
 
 
 def _failing(model: nn.Module, lasting: Mapping[Whole, str], err: Exception) -> dict[Whole, str]:
