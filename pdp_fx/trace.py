@@ -8,12 +8,10 @@ tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which or
 """
 
 import contextlib
-import copy
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from random import Random
 
 import torch
 from torch import fx, nn
@@ -44,6 +42,7 @@ from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import with_default_numbers
 from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks, is_layer
+from pdp_fx.tracing.left_out import asked_for
 from pdp_fx.tracing.module import taken_name
 from pdp_fx.tracing.narrowing import Paths, culprits
 from pdp_fx.tracing.outcome import Outcome
@@ -55,7 +54,7 @@ from pdp_fx.tracing.same_inputs import goes_by_same_inputs
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of, source_of
 from pdp_fx.tracing.steps import InexactError, Whole
-from pdp_fx.tracing.structure import are_equal, arrays, hiding_tensors, opaque_parts, tensors
+from pdp_fx.tracing.structure import are_equal, arrays, equals_copies, hiding_tensors, opaque_parts, tensors
 from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unmoved import unmoved_iterators
@@ -154,9 +153,9 @@ def _trace_until_nothing_lasts(
 ) -> fx.GraphModule:
     """Trace again until every module that keeps state for its next call outside its buffers is kept whole."""
     lasting: dict[Whole, str] = {}
-    apart = False
+    apart, needed = False, frozenset[tuple[bool, int]]()
     while True:
-        findings = Findings(lasting=lasting, apart=apart)
+        findings = Findings(lasting=lasting, apart=apart, asked_for=needed)
         with noting_changes() as changes:
             try:
                 gm = _traced(model, example, findings, watch)
@@ -178,9 +177,11 @@ def _trace_until_nothing_lasts(
         lasting |= kept
         if kept:
             continue
-        if apart or not goes_by_same_inputs(gm, model, example):
+        missed = asked_for(gm, model, example, findings) - needed
+        alike = not apart and goes_by_same_inputs(gm, model, example)
+        if not alike and not missed:
             return gm
-        apart = True
+        apart, needed = apart or alike, needed | missed
 
 
 def _failing(model: nn.Module, lasting: Mapping[Whole, str], err: Exception) -> dict[Whole, str]:
@@ -410,7 +411,7 @@ def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
             "see; give them in a list, a dict or an object with attributes"
         )
     for part in opaque_parts((example.args, example.kwargs)):
-        if not _is_itself(part):
+        if not equals_copies(part):
             raise TraceError(
                 f"there is a {type(part).__name__} in the example inputs, and a graph knows no other; let "
                 "the model hold it"
@@ -426,11 +427,6 @@ def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
             raise TraceError(f"{name} is stored as {kind}, which cannot be traced; give it as to_dense()")
     if given and not any(tensor.numel() for tensor in given):
         raise TraceError("the example inputs are empty tensors; give at least one example")
-
-
-def _is_itself(thing: object) -> bool:
-    """Whether a thing equals its copies, as functions and classes do, so that a graph can ask for it."""
-    return not isinstance(thing, Random) and bool(copy.deepcopy(thing) == thing)
 
 
 def _trace_symbolically(model: nn.Module) -> fx.GraphModule:

@@ -130,6 +130,10 @@ class ExampleCall:
             lambda leaf: first[kind_of_tensor(leaf)] if isinstance(leaf, torch.Tensor) else leaf
         )
 
+    def without(self, given: torch.Tensor) -> "ExampleCall":
+        """The call with None in the place of a tensor."""
+        return self._mapped(lambda leaf: None if leaf is given else leaf)
+
     def tells_apart(self) -> bool:
         """Whether the last example of the batch differs from the first."""
         batches = [leaf for leaf in tensors((self.args, self.kwargs)) if is_batch(leaf, self.batch)]

@@ -54,6 +54,8 @@ class Findings:
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
         insisted: where the model reads numbers of which Python makes plain ones unseen.
         apart: whether inputs of one kind must be tensors of their own.
+        asked_for: the modes, and the places among the tensors given, of those tensors that a mode does not
+            use and does something else without.
         unproven: the lines whose branches on whether anything is selected may do more than leave work out.
     """
 
@@ -76,6 +78,7 @@ class Findings:
     checks_ragged: bool = False
     insisted: frozenset[Place] = frozenset()
     apart: bool = False
+    asked_for: frozenset[tuple[bool, int]] = frozenset()
     unproven: frozenset[str] = frozenset()
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
@@ -89,7 +92,8 @@ class Findings:
         sizes = self.sizes if sizes is None else sizes
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
-        made.unproven, made.as_if_cast, made.apart = self.unproven, self.as_if_cast, self.apart
+        made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
+        made.apart, made.asked_for = self.apart, self.asked_for
         made.follows_given = self.follows_given
         made.put_in_eval, made.may_put_in_eval = self.put_in_eval, self.may_put_in_eval
         made.holds, made.alike, made.insisted = self.holds, self.alike, self.insisted

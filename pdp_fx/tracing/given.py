@@ -27,6 +27,9 @@ from pdp_fx.tracing.structure import (
 NUMBERS_HAVE = "as_integer_ratio"
 """An attribute of all numbers, but of no tensor."""
 
+REACH: Mapping[str, Any] = {"item": operator.getitem, "attribute": getattr}
+"""What reaches a part, by what `children` says of how."""
+
 TAKE_ONCE = "for one, trace a module of your own that takes it once and calls the model with it"
 """What to do with a model that goes by whether two of its inputs are one tensor."""
 
@@ -42,6 +45,14 @@ class Uses:
                 self._note((step.args, step.kwargs))
                 self.needed |= {_place(value) for value in step.args[:1] if not step.reason}
         self._note(recording.output)
+
+    def needs(self, value: Value | None) -> bool:
+        """Whether the recording fails by itself where an input or a part of one is None."""
+        return value is not None and _place(value) in self.needed
+
+    def has(self, value: Value) -> bool:
+        """Whether the recording uses an input or a part of one."""
+        return _place(value) in self.used
 
     def _note(self, tree: Any) -> None:
         for value in all_values(tree):
@@ -66,13 +77,19 @@ def tensors_given(step: Step, example: Any, uses: Uses) -> Facts:
     return [*_present(step, example, uses, optional), *(plain_parts(step, example) if optional else [])]
 
 
-def _present(value: Value, example: Any, uses: Uses, optional: bool) -> Facts:
+def _present(
+    value: Value, example: Any, uses: Uses, optional: bool, around: frozenset[int] = frozenset()
+) -> Facts:
     """For each tensor that is used and could be something else, that it is a tensor."""
     if isinstance(example, torch.Tensor):
         place = _place(value)
         may_miss = place in uses.used and (optional or place not in uses.needed)
         return [(Expr(torch.is_tensor, (value,)), True)] if may_miss else []
-    return [fact for inner, part in _parts(value, example) for fact in _present(inner, part, uses, optional)]
+    if id(example) in around:
+        return []
+    around |= {id(example)}
+    parts = [(Expr(REACH[kind], (value, key)), part) for kind, key, part in children(example)]
+    return [fact for inner, part in parts for fact in _present(inner, part, uses, optional, around)]
 
 
 def check_inputs(facts: Facts, scope: Scope) -> Step:
@@ -85,10 +102,10 @@ def check_inputs(facts: Facts, scope: Scope) -> Step:
 
 
 def plain_parts(value: Value, example: Any, around: frozenset[int] = frozenset()) -> Facts:
-    """The facts to check of everything in a structure but tensors: plain values, lengths, and keys.
+    """The facts to check of everything in a structure but tensors: plain values, lengths, keys, and classes.
 
-    The model may read these without a torch function, so that the recorder does not see it. Of objects with
-    tensors nothing is checked.
+    The model may read these without a torch function, so that the recorder does not see it. Of what objects
+    with tensors hold nothing is checked.
 
     Args:
         value: how to reach the structure.
@@ -106,6 +123,8 @@ def plain_parts(value: Value, example: Any, around: frozenset[int] = frozenset()
     around |= {id(example)}
     new = [(inner, part) for inner, part in parts if id(part) not in around]
     facts = [fact for inner, part in new for fact in plain_parts(inner, part, around)]
+    if is_object(example) and not isinstance(example, list | tuple | Mapping):
+        facts = [(Expr(type, (value,)), Expr(Held(type(example)), ())), *facts]
     if isinstance(example, list | tuple | Mapping):
         facts = [length_of(value, example), *facts]
     if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
@@ -117,8 +136,7 @@ def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
     """The parts of a container or record, and how to reach them."""
     if not isinstance(example, list | tuple | Mapping) and not is_record(example):
         return []
-    reach = {"item": operator.getitem, "attribute": getattr}
-    return [(Expr(reach[kind], (value, key)), part) for kind, key, part in children(example)]
+    return [(Expr(REACH[kind], (value, key)), part) for kind, key, part in children(example)]
 
 
 def batch_sizes(value: Value, example: Any, size: int | None) -> Facts:
@@ -162,8 +180,11 @@ def _said(value: Value, fact: Any) -> str:
     if isinstance(fact, Expr):
         thing = cast(Held, fact.call).thing
         return f"{_shown(value)}={getattr(thing, '__name__', thing)}"
+    if isinstance(value, Expr) and value.call is operator.contains:
+        return f"{value.args[1]!r} {'in' if fact else 'not in'} {_shown(value.args[0])}"
     if isinstance(value, Expr) and value.call is hasattr:
-        return f"{_shown(value.args[0])}=a number"
+        thing, name = _shown(value.args[0]), value.args[1]
+        return f"{thing}=a number" if name == NUMBERS_HAVE else f"no {thing}.{name}"
     return f"{_shown(value)}={fact!r}"
 
 
@@ -176,4 +197,4 @@ def _shown(value: Value) -> str:
     return str(value.target) if isinstance(value, Step) else "?"
 
 
-_SHOWN: dict[Any, str] = {operator.length_hint: "len", sorted: "sorted"}
+_SHOWN: dict[Any, str] = {operator.length_hint: "len", sorted: "sorted", type: "type"}

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pdp_fx.tracing.attribute_reads import AttributeReads
 from pdp_fx.tracing.examples import ExampleCall, Inputs, is_followed
+from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.given import (
     NUMBERS_HAVE,
     TAKE_ONCE,
@@ -88,6 +90,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         optional = optional or plain or argument.has_default
         default = (example if plain else argument.default,) if optional else ()
         step, value = recorder.placeholder(argument.name, example, default)
+        recorder.reads.watch(step, value)
         if is_followed(example) and recorder.follows_given(argument.name):
             value = recorder.given_number(step, example)
             fixed.append((Expr(hasattr, (step, NUMBERS_HAVE)), True))
@@ -144,22 +147,51 @@ def _check_sizes(recorder: Recorder, batches: Facts, sizes: Facts) -> None:
         recorder.steps.append(check_step(sizes, message, recorder.scope, ""))
 
 
-def held_to_given(recording: Recording, model: nn.Module, call: ExampleCall) -> Recording:
+def held_to_given(
+    recording: Recording, model: nn.Module, call: ExampleCall, reads: AttributeReads, findings: Findings
+) -> Recording:
     """The recording with checks that the inputs it uses contain tensors where the example does.
 
     A model may ask whether an input is None and act differently then. There is no check for an input that a
-    mode does not use, or where anything but a tensor fails by itself.
+    mode does not use, or where anything but a tensor fails by itself. Of objects with tensors, the checks
+    are also of what else the model has read.
+
+    Args:
+        recording: of a run of the model.
+        model: the model.
+        call: the example, as it was before the run.
+        reads: what the run has read of objects.
+        findings: what is known of the model, such as the tensors that it does not use, but asks for.
     """
     inputs = [step for step in recording.steps if step.op == "placeholder"]
     given = {argument.name: argument.value for argument in _arguments(model, call)}
-    used = Uses(recording)
-    facts = [fact for step in inputs for fact in tensors_given(step, given[str(step.target)], used)]
-    if not facts:
-        return recording
+    uses = Uses(recording)
+    facts = [fact for step in inputs for fact in tensors_given(step, given[str(step.target)], uses)]
+    facts += [
+        (Expr(torch.is_tensor, (value,)), True)
+        for place, (value, _) in enumerate(_tensors(recording, model, call))
+        if (model.training, place) in findings.asked_for
+    ]
+    parts = [each for found in (facts, reads.facts(given, uses)) for each in by_depth(found)]
+    checks = [check_inputs(each, inputs[0].scope) for each in parts]
     steps = list(recording.steps)
-    steps.insert(len(inputs), check_inputs(facts, inputs[0].scope))
-    draws = tuple(replace(draw, place=draw.place + 1) for draw in recording.draws)
+    steps[len(inputs) : len(inputs)] = checks
+    draws = tuple(replace(draw, place=draw.place + len(checks)) for draw in recording.draws)
     return replace(recording, steps=tuple(steps), draws=draws)
+
+
+def unused_tensors(recording: Recording, model: nn.Module, call: ExampleCall) -> dict[int, torch.Tensor]:
+    """The tensors of an example that a recording does not use, by their places among all."""
+    uses = Uses(recording)
+    given = enumerate(_tensors(recording, model, call))
+    return {place: tensor for place, (value, tensor) in given if not uses.has(value)}
+
+
+def _tensors(recording: Recording, model: nn.Module, call: ExampleCall) -> list[tuple[Value, torch.Tensor]]:
+    """How to reach the tensors of an example, and these."""
+    given = {argument.name: argument.value for argument in _arguments(model, call)}
+    inputs = [step for step in recording.steps if step.op == "placeholder"]
+    return [found for step in inputs for found in tensors_in(step, given[str(step.target)])]
 
 
 def _arguments(model: nn.Module, call: ExampleCall) -> list[_Argument]:

@@ -49,9 +49,10 @@ def record(
     try:
         started = time.perf_counter()
         call = bind(recorder, model, example)
-        with yielding_floats(model), noting_flags(recorder), listening(recorder):
+        given = example.fresh() if recorder.reads.any else example
+        with yielding_floats(model), noting_flags(recorder), listening(recorder), recorder.reads.noting():
             result = model(*call.args, **call.kwargs)
-        recording = held_to_given(recorder.finish(result), model, example)
+        recording = held_to_given(recorder.finish(result), model, given, recorder.reads, findings)
         return replace(recording, outcome=outcome(model, result), seconds=time.perf_counter() - started)
     except Exception as err:
         recorder.failures.check(err)

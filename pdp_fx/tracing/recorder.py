@@ -20,6 +20,7 @@ from torch import nn
 
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
+from pdp_fx.tracing.attribute_reads import AttributeReads
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.decisions import Decisions
 from pdp_fx.tracing.dtypes import Dtypes
@@ -99,6 +100,7 @@ class Recorder:
         self.watch = Watch(model)
         self.origins = Origins(model, self.watch, self._alias, self._another)
         self.arguments = Arguments(self.origins, self.session)
+        self.reads = AttributeReads(self)
         self.dtypes, self.decisions = Dtypes(), Decisions(self)
         self.placed: tuple[Value, torch.device] | None = None
         self.parts = Parts()

@@ -42,10 +42,10 @@ def by_depth(facts: Facts) -> list[Facts]:
 
 
 def _depth(value: Any) -> int:
-    """How many containers a part of a value is in."""
+    """How many containers and objects a part of a value is in."""
     if not isinstance(value, Expr):
         return 0
-    return (value.call is operator.getitem) + _depth(value.args[0])
+    return (value.call in (operator.getitem, getattr)) + _depth(value.args[0])
 
 
 def length_of(value: Value, example: Any) -> tuple[Value, int]:

@@ -83,8 +83,13 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def is_object(value: object) -> bool:
-    """Whether a value has attributes of its own, and is no class, module, tensor or function."""
-    if isinstance(value, type | torch.nn.Module | torch.Tensor) or callable(value):
+    """Whether a value has attributes of its own, and is no class, module, tensor or function.
+
+    An object that can be called counts if nothing but Python code makes it, so that its attributes are all.
+    """
+    if isinstance(value, type | torch.nn.Module | torch.Tensor):
+        return False
+    if callable(value) and type(value).__new__ is not object.__new__:
         return False
     return hasattr(value, "__dict__") or bool(_slots(type(value)))
 
@@ -108,6 +113,11 @@ def opaque_parts(value: Any) -> Iterator[Any]:
             yield part
         if not is_object(part) or is_record(part) or not has_tensors(part):
             todo += [inner for _, _, inner in children(part)]
+
+
+def equals_copies(thing: object) -> bool:
+    """Whether a thing equals its copies, as functions and classes do, so that a graph can ask for it."""
+    return not isinstance(thing, Random) and bool(copy.deepcopy(thing) == thing)
 
 
 def attributes(value: object) -> dict[str, Any]:
@@ -143,7 +153,7 @@ def hiding_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
         held: list[Any] = [*value.parameters(), *value.buffers()]
     elif isinstance(value, set | frozenset | deque):
         held = list(value)
-    elif callable(value):
+    elif callable(value) and not is_object(value):
         cells = getattr(value, "__closure__", None) or ()
         held = [*attributes(value).values(), getattr(value, "__self__", None)]
         held += [cell.cell_contents for cell in cells if cell != CellType()]
