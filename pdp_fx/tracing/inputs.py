@@ -24,7 +24,7 @@ from pdp_fx.tracing.given import (
 )
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step
-from pdp_fx.tracing.steps import Expr, Recording, Value
+from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Value
 from pdp_fx.tracing.structure import as_base, has_tensors
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -172,10 +172,11 @@ def held_to_given(
         for place, (value, _) in enumerate(_tensors(recording, model, call))
         if (model.training, place) in findings.asked_for
     ]
-    parts = [each for found in (facts, reads.facts(given, uses)) for each in by_depth(found)]
-    checks = [check_inputs(each, inputs[0].scope) for each in parts]
+    checks = [check_inputs(each, inputs[0].scope) for each in by_depth([*facts, *reads.facts(given, uses)])]
     steps = list(recording.steps)
-    steps[len(inputs) : len(inputs)] = checks
+    # Behind those of `bind`, which are of the classes of objects and the lengths of containers.
+    place = next((i for i in range(len(inputs), len(steps)) if steps[i].target not in CHECKS), len(steps))
+    steps[place:place] = checks
     draws = tuple(replace(draw, place=draw.place + len(checks)) for draw in recording.draws)
     return replace(recording, steps=tuple(steps), draws=draws)
 

@@ -155,7 +155,7 @@ class Writer:
         return [node for node in self.graph.nodes if node.op == "placeholder"][-1]
 
     def _reach_after(self, node: fx.Node) -> None:
-        """Insert reads of parts of a container after this node if it checks the container's length or keys.
+        """Insert reads of parts after this node if it checks a container's length or an object's class.
 
         Otherwise a missing part would be Python's error, without a word of why it is expected.
         """
@@ -256,9 +256,9 @@ def _nodes(args: Any) -> list[fx.Node]:
 
 
 def _asked_of_containers(condition: Any) -> list[fx.Node]:
-    """The nodes of a condition that ask for the length or the keys of a container."""
+    """The nodes of a condition that ask for the length or keys of a container, or an object's class."""
     asked = condition.all_input_nodes if isinstance(condition, fx.Node) else []
-    return [node for node in asked if node.target in (operator.length_hint, sorted)]
+    return [node for node in asked if node.target in (operator.length_hint, sorted, type)]
 
 
 def _hashable(arg: Any) -> Any:
