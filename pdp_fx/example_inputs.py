@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from pdp_fx.channels.running import evaluating, gradients_if_taken
 from pdp_fx.ops.kinds import kind_of
@@ -25,7 +24,7 @@ from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.tracing.replacing import ALONE
-from pdp_fx.tracing.structure import joint_copy
+from pdp_fx.tracing.structure import joint_copy, mapped
 from pdp_fx.weights.sources import stored_nodes
 
 
@@ -63,7 +62,7 @@ def matching(inputs: Inputs, model: nn.Module) -> Inputs:
         keeps = leaf.dtype in dtypes or not leaf.is_floating_point()
         return leaf.to(reference.device, leaf.dtype if keeps else reference.dtype)
 
-    return tree_map(cast, inputs)
+    return mapped(cast, inputs)
 
 
 class _Shapes(Interpreter):

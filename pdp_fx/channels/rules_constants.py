@@ -8,6 +8,7 @@ from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.labels import Layer
 from pdp_fx.channels.record import Call
 from pdp_fx.channels.rules_layout import free_layer
+from pdp_fx.channels.rules_pointwise import with_scratch
 from pdp_fx.tracing.structure import flat_tensors
 
 aten = torch.ops.aten
@@ -73,6 +74,12 @@ def drawn(call: Call, flow: LabelFlow) -> None:
         for layer in layers:
             flow.freeze(layer.ids, why)
         flow.put(result, layers)
+
+
+@rule(aten.rrelu_with_noise, aten.rrelu_with_noise_)
+def leaky(call: Call, flow: LabelFlow) -> None:
+    """A leaky ReLU, whose slopes are drawn if it is told that it trains."""
+    (drawn if call.argument(4, "training", False) else with_scratch)(call, flow)
 
 
 @rule(aten.zero_, aten.fill_)

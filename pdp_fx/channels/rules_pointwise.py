@@ -67,7 +67,7 @@ def pointwise(call: Call, flow: LabelFlow) -> None:
     flow.put(result, [_merge(cluster, call, flow) for cluster in _clusters(lifted)])
 
 
-@rule(aten.rrelu_with_noise, aten.rrelu_with_noise_, aten.log_sigmoid_forward)
+@rule(aten.log_sigmoid_forward)
 def with_scratch(call: Call, flow: LabelFlow) -> None:
     """An element-wise function of the first tensor; other operands and results are scratch memory."""
     zero = call.func.overloadpacket is not aten.log_sigmoid_forward

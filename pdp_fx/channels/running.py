@@ -198,7 +198,7 @@ def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
 
 
 KNOWN_HOMES = ("torch.nn.", "torch.ao.nn.", "pdp_fx.ops.", "pdp_fx.masks")
-"""The Python modules whose classes compute the same operations for every input."""
+"""Python modules whose classes compute the same for every input, unless the tracer has found otherwise."""
 
 
 def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
@@ -209,7 +209,7 @@ def is_opaque(gm: nn.Module, node: fx.Node) -> bool:
     reason = node.meta.get("opaque")
     if reason == DIFFERS_BY_MODE:
         return False
-    if node.op != "call_module":
+    if reason or node.op != "call_module":
         return bool(reason)
     return not type(gm.get_submodule(str(node.target))).__module__.startswith(KNOWN_HOMES)
 

@@ -194,7 +194,7 @@ def _told_of_empty(
         if recording.draws:
             return None
         try:
-            steps = enumerate(recording.steps)
+            steps = enumerate(step for step in recording.steps if step not in recording.added)
             empty = {place: step.selects for place, step in steps if abs(step.selects) in numbers}
             other = recorded_again(model, example, training, findings, empty)
         except Exception as err:  # noqa: BLE001 the model need not bear to be told that nothing is selected

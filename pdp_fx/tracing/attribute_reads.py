@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdp_fx.tracing.given import REACH, Uses, plain_parts
+from pdp_fx.tracing.given import REACH, Tensors, Uses, place_of, plain_parts
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.shapes import Facts
 from pdp_fx.tracing.sizes import Live
@@ -65,6 +65,7 @@ class AttributeReads:
         self._places: dict[int, tuple[Any, Value]] = {}
         self._records: set[int] = set()
         self._origins: dict[tuple[Any, ...], Value | None] = {}
+        self._seen: set[Hashable] = set()
         self._facts: Facts = []
         self._within = [self._facts]
 
@@ -91,6 +92,8 @@ class AttributeReads:
                 self._places[id(example)] = example, value
             elif watched:
                 self._facts += self._parts_of(example, value)
+                for name, part in attributes(example).items():
+                    self._facts += self._tensors_of(Expr(getattr, (value, name)), part)
         for kind, key, part in children(example):
             self.watch(Expr(REACH[kind], (value, key)), part, seen, inside)
 
@@ -124,6 +127,20 @@ class AttributeReads:
             if not uses.needs(self._origins.get(path)) and _holds(value, fact, given)
         ]
 
+    def may_have_read(self, value: Value) -> bool:
+        """Whether the run has read a part of the inputs, or that is part of no object."""
+        return not is_attribute(value) or place_of(value) in self._seen
+
+    def _tensors_of(self, value: Value, found: Any) -> Facts:
+        """The facts that something read is a tensor, or that there are tensors in a container."""
+        facts: Facts = []
+        for inner, tensor in _in_containers(value, found):
+            fact, origin = Expr(torch.is_tensor, (inner,)), self._recorder.origins.known(tensor)
+            self._origins[_path(fact)] = origin
+            self._seen.add(place_of(origin))
+            facts.append((fact, True))
+        return facts
+
     def _noted(self, way: str, plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def read(thing: Any, key: Any) -> Any:
             caller = sys._getframe(1)
@@ -156,15 +173,14 @@ class AttributeReads:
                 if way == "__getattr__" or (reach is getattr and not hasattr(type(thing), "__getattr__")):
                     inner.append((Expr(hasattr, (value, key)), False))
                 raise
+            # An object that looks a tensor up in a dict does not go by all that the dict holds.
+            mixed = len(self._within) == 2 or not self._is_own(caller)
+            given = mixed or isinstance(found, torch.Tensor)
+            held = self._tensors_of(Expr(reach, (value, key)), found) if given else []
             if len(self._recorder.steps) == before:
-                # An object that looks a tensor up in a dict does not go by all that the dict holds.
-                mixed = len(self._within) == 2 or not self._is_own(caller)
-                if isinstance(found, torch.Tensor):
-                    fact = Expr(torch.is_tensor, (Expr(reach, (value, key)),))
-                    self._origins[_path(fact)] = self._recorder.origins.known(found)
-                    inner.append((fact, True))
-                elif id(thing) not in self._records:
+                if id(thing) not in self._records:
                     inner[:] = self._facts_of(reach, thing, value, key, found, mixed) or inner
+                inner += held
             return found
 
     @contextmanager
@@ -207,6 +223,20 @@ class AttributeReads:
             why = f"reads a {type(unknown).__name__} of an input, and a graph knows no other"
             self._recorder.refuse(why)
         return plain_parts(value, part, frozenset(self._places))
+
+
+def _in_containers(value: Value, found: Any) -> Tensors:
+    """How to reach a tensor or those in containers, but not in objects, and these."""
+    if isinstance(found, torch.Tensor):
+        return [(value, found)]
+    parts = children(found) if isinstance(found, list | tuple | Mapping) else ()
+    reached = ((Expr(operator.getitem, (value, key)), part) for _, key, part in parts)
+    return [each for inner, part in reached for each in _in_containers(inner, part)]
+
+
+def is_attribute(value: Value) -> bool:
+    """Whether a part of an input is an attribute of an object, or inside one."""
+    return isinstance(value, Expr) and (value.call is getattr or is_attribute(value.args[0]))
 
 
 def _path(value: Value) -> tuple[Any, ...]:

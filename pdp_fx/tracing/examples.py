@@ -9,10 +9,9 @@ from itertools import chain, combinations, count
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map
 
 from pdp_fx.errors import TraceError
-from pdp_fx.tracing.structure import fresh_copy, kind_of_tensor, tensors
+from pdp_fx.tracing.structure import fresh_copy, kind_of_tensor, mapped, tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -283,7 +282,7 @@ class ExampleCall:
         return self._mapped(changed)
 
     def _mapped(self, changed: Callable[[Any], Any]) -> "ExampleCall":
-        args, kwargs = tree_map(changed, (self.args, dict(self.kwargs)))
+        args, kwargs = mapped(changed, (self.args, dict(self.kwargs)))
         return ExampleCall(args, kwargs)
 
 

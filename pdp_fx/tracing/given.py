@@ -24,6 +24,9 @@ from pdp_fx.tracing.structure import (
     kind_of_tensor,
 )
 
+Tensors = list[tuple[Value, torch.Tensor]]
+"""Tensors among the inputs, with how to reach each."""
+
 NUMBERS_HAVE = "as_integer_ratio"
 """An attribute of all numbers, but of no tensor."""
 
@@ -43,53 +46,48 @@ class Uses:
         for step in recording.steps:
             if step.target not in CHECKS:
                 self._note((step.args, step.kwargs))
-                self.needed |= {_place(value) for value in step.args[:1] if not step.reason}
+                self.needed |= {place_of(value) for value in step.args[:1] if not step.reason}
         self._note(recording.output)
 
     def needs(self, value: Value | None) -> bool:
         """Whether the recording fails by itself where an input or a part of one is None."""
-        return value is not None and _place(value) in self.needed
+        return value is not None and place_of(value) in self.needed
 
     def has(self, value: Value) -> bool:
         """Whether the recording uses an input or a part of one."""
-        return _place(value) in self.used
+        return place_of(value) in self.used
 
     def _note(self, tree: Any) -> None:
         for value in all_values(tree):
-            self.used.add(_place(value))
+            self.used.add(place_of(value))
             if isinstance(value, Expr):
                 self._note((value.args, value.kwargs))
-                self.needed |= {_place(value.args[0])} if isinstance(value.call, str) else set()
+                self.needed |= {place_of(value.args[0])} if isinstance(value.call, str) else set()
 
 
-def _place(value: Any) -> Hashable:
+def place_of(value: Any) -> Hashable:
     """A key for an input or a part of an input; None for any other value."""
     if isinstance(value, Expr) and value.call in (operator.getitem, getattr):
-        return _place(value.args[0]), repr(value.args[1])
+        return place_of(value.args[0]), repr(value.args[1])
     return value if isinstance(value, Step) else None
 
 
 def tensors_given(step: Step, example: Any, uses: Uses) -> Facts:
     """The facts to check of an input with tensors that the graph uses."""
-    if _place(step) not in uses.used or not has_tensors(example):
+    if place_of(step) not in uses.used or not has_tensors(example):
         return []
     optional = bool(step.args)
     return [*_present(step, example, uses, optional), *(plain_parts(step, example) if optional else [])]
 
 
-def _present(
-    value: Value, example: Any, uses: Uses, optional: bool, around: frozenset[int] = frozenset()
-) -> Facts:
+def _present(value: Value, example: Any, uses: Uses, optional: bool) -> Facts:
     """For each tensor that is used and could be something else, that it is a tensor."""
-    if isinstance(example, torch.Tensor):
-        place = _place(value)
-        may_miss = place in uses.used and (optional or place not in uses.needed)
-        return [(Expr(torch.is_tensor, (value,)), True)] if may_miss else []
-    if id(example) in around:
-        return []
-    around |= {id(example)}
-    parts = [(Expr(REACH[kind], (value, key)), part) for kind, key, part in children(example)]
-    return [fact for inner, part in parts for fact in _present(inner, part, uses, optional, around)]
+    places = [(inner, place_of(inner)) for inner, _ in tensors_in(value, example)]
+    return [
+        (Expr(torch.is_tensor, (inner,)), True)
+        for inner, place in places
+        if place in uses.used and (optional or place not in uses.needed)
+    ]
 
 
 def check_inputs(facts: Facts, scope: Scope) -> Step:
@@ -139,33 +137,41 @@ def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
     return [(Expr(REACH[kind], (value, key)), part) for kind, key, part in children(example)]
 
 
-def batch_sizes(value: Value, example: Any, size: int | None) -> Facts:
+def batch_sizes(given: Tensors, size: int | None) -> Facts:
     """The facts to check of first axes that have the batch size ``size``; none if it is None."""
     if size is None:
         return []
-    if isinstance(example, list | tuple | Mapping):
-        parts = [(Expr(operator.getitem, (value, key)), part) for _, key, part in children(example)]
-        return [fact for inner, part in parts for fact in batch_sizes(inner, part, size)]
-    return [(Expr("size", (value, 0)), size)] if is_batch(example, size) else []
+    return [(Expr("size", (value, 0)), size) for value, tensor in given if is_batch(tensor, size)]
 
 
-def sizes_held(value: Value, example: Any, call: ExampleCall, held: frozenset[int]) -> Facts:
+def sizes_held(given: Tensors, call: ExampleCall, held: frozenset[int]) -> Facts:
     """The facts to check of axes, other than the batch, that have one of the sizes ``held``."""
-    if isinstance(example, list | tuple | Mapping):
-        parts = [(Expr(operator.getitem, (value, key)), part) for _, key, part in children(example)]
-        return [fact for inner, part in parts for fact in sizes_held(inner, part, call, held)]
-    axes = [(axis, size) for axis, size in call.other_axes(example) if size in held]
-    return [(Expr("size", (value, axis)), size) for axis, size in axes]
+    return [
+        (Expr("size", (value, axis)), size)
+        for value, tensor in given
+        for axis, size in call.other_axes(tensor)
+        if size in held
+    ]
 
 
-def tensors_in(value: Value, example: Any) -> list[tuple[Value, torch.Tensor]]:
-    """How to reach the tensors in containers and records, and these."""
+def tensors_in(value: Value, example: Any, around: frozenset[int] = frozenset()) -> Tensors:
+    """How to reach the tensors in a structure, and these.
+
+    Args:
+        value: how to reach the structure.
+        example: the structure.
+        around: the ids of the objects that hold it.
+    """
     if isinstance(example, torch.Tensor):
         return [(value, example)]
-    return [found for inner, part in _parts(value, example) for found in tensors_in(inner, part)]
+    if isinstance(example, BASE_TYPES) or id(example) in around:
+        return []
+    around |= {id(example)}
+    parts = [(Expr(REACH[kind], (value, key)), part) for kind, key, part in children(example)]
+    return [found for inner, part in parts for found in tensors_in(inner, part, around)]
 
 
-def all_apart(given: list[tuple[Value, torch.Tensor]]) -> Facts:
+def all_apart(given: Tensors) -> Facts:
     """The facts to check of tensors of one kind, that no two are one."""
     return [
         (Expr(operator.is_, (one, other)), False)

@@ -6,6 +6,7 @@ gradients on, and would restore "on" for every caller; so the setting on entry i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import replaced
-from pdp_fx.tracing.steps import Step
+from pdp_fx.tracing.sizes import Live, value_of
+from pdp_fx.tracing.steps import Step, Value
 
 _BEGINNINGS = (
     (torch.no_grad, "__enter__"),
@@ -24,7 +26,7 @@ _BEGINNINGS = (
 """Where each kind of block looks whether gradients are on."""
 
 
-_ARE_ON = torch.is_grad_enabled
+_ARE_ON, _SET = torch.is_grad_enabled, torch._C._set_grad_enabled
 
 
 @contextmanager
@@ -35,6 +37,7 @@ def gradient_blocks(recorder: Recorder) -> Generator[None, None, None]:
         for kind, name in _BEGINNINGS:
             stack.enter_context(replaced(kind, name, _begin(recorder, getattr(kind, name), found)))
             stack.enter_context(replaced(kind, "__exit__", _end(recorder, kind.__exit__, found)))
+        stack.enter_context(replaced(torch._C, "_set_grad_enabled", _set(recorder)))
         stack.enter_context(replaced(torch.inference_mode, "__enter__", _refused(recorder)))
         yield
 
@@ -54,13 +57,37 @@ def _end(recorder: Recorder, end: Callable[..., Any], found: dict[int, Step]) ->
         before = found.pop(id(block), None)
         if before is None or recorder.inside:
             return end(block, *args)
-        step = recorder.step("call_function", torch._C._set_grad_enabled, (), {})
-        step.args = (before,)
-        recorder.steps.append(step)
+        _restore(recorder, before)
         with recorder.silent():
             return end(block, *args)
 
     return ending
+
+
+def _set(recorder: Recorder) -> Callable[[Any], None]:
+    """What takes the place of the function of torch, for the code of graphs, where no block is left.
+
+    Torch looks its own function up by name to tell of a call, and finds this one, too.
+    """
+
+    @functools.wraps(_SET)
+    def setting(mode: Any) -> None:
+        if not isinstance(mode, Live):
+            _SET(mode)
+            return
+        if not recorder.inside:
+            _restore(recorder, value_of(mode, recorder.session))
+        with recorder.silent():
+            _SET(bool(mode))
+
+    return setting
+
+
+def _restore(recorder: Recorder, before: Value) -> None:
+    """Record that it is as before whether gradients are on."""
+    step = recorder.step("call_function", _SET, (), {})
+    step.args = (before,)
+    recorder.steps.append(step)
 
 
 def _refused(recorder: Recorder) -> Callable[..., Any]:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pdp_fx.tracing.attribute_reads import AttributeReads
+from pdp_fx.tracing.attribute_reads import AttributeReads, is_attribute
 from pdp_fx.tracing.examples import ExampleCall, Inputs, is_followed
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.given import (
     NUMBERS_HAVE,
     TAKE_ONCE,
+    Tensors,
     Uses,
     all_apart,
     batch_sizes,
@@ -24,7 +25,7 @@ from pdp_fx.tracing.given import (
 )
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step
-from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Value
+from pdp_fx.tracing.steps import Expr, Recording, Scope, Step
 from pdp_fx.tracing.structure import as_base, has_tensors
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -78,9 +79,6 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     fixed: Facts = []
-    batches: Facts = []
-    sizes: Facts = []
-    given: list[tuple[Value, torch.Tensor]] = []
     optional = False
     for argument in _arguments(model, call):
         example = as_base(argument.value)
@@ -98,22 +96,12 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
             fixed.append((step, value))
         else:
             fixed += [] if optional and has_tensors(value) else plain_parts(step, value)
-            batches += batch_sizes(step, value, recorder.findings.sizes.batch)
-            sizes += sizes_held(step, value, call, recorder.findings.sizes.held)
-            given += tensors_in(step, value)
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
             args.append(value)
     for facts in by_depth(fixed):
         recorder.steps.append(check_inputs(facts, recorder.scope))
-    _check_sizes(recorder, batches, sizes)
-    if recorder.findings.apart:
-        message = (
-            "this graph is that of inputs that are different tensors, and the model does something else "
-            f"where two are one; {TAKE_ONCE}"
-        )
-        recorder.steps.append(check_step(all_apart(given), message, recorder.scope, ""))
     return ExampleCall(tuple(args), kwargs)
 
 
@@ -129,14 +117,17 @@ def with_default_numbers(model: nn.Module, call: ExampleCall) -> ExampleCall:
     return replace(call, kwargs={**call.kwargs, **left_out}) if left_out else call
 
 
-def _check_sizes(recorder: Recorder, batches: Facts, sizes: Facts) -> None:
-    """Add the checks of the batch size and of other sizes that the graph must insist on."""
+def _checks_of_tensors(given: Tensors, call: ExampleCall, findings: Findings, scope: Scope) -> list[Step]:
+    """The checks of the batch size, of other sizes, and of different tensors that the graph insists on."""
+    checks: list[Step] = []
+    batches = batch_sizes(given, findings.sizes.batch)
     if batches:
         message = (
             f"this graph holds for a batch of {batches[0][1]} only: another makes the model do something "
             "else; trace with example_inputs of the size you need"
         )
-        recorder.steps.append(check_step(batches, message, recorder.scope, ""))
+        checks.append(check_step(batches, message, scope, ""))
+    sizes = sizes_held(given, call, findings.sizes.held)
     if sizes:
         found = " and ".join(str(size) for size in sorted({size for _, size in sizes}))
         message = (
@@ -144,11 +135,23 @@ def _check_sizes(recorder: Recorder, batches: Facts, sizes: Facts) -> None:
             "by a number that it makes of the size, as by ratios[0] * size (but not size * ratios[0]); else "
             "trace with example_inputs of the size you need"
         )
-        recorder.steps.append(check_step(sizes, message, recorder.scope, ""))
+        checks.append(check_step(sizes, message, scope, ""))
+    if findings.apart:
+        message = (
+            "this graph is that of inputs that are different tensors, and the model does something else "
+            f"where two are one; {TAKE_ONCE}"
+        )
+        checks.append(check_step(all_apart(given), message, scope, ""))
+    return checks
 
 
 def held_to_given(
-    recording: Recording, model: nn.Module, call: ExampleCall, reads: AttributeReads, findings: Findings
+    recording: Recording,
+    model: nn.Module,
+    call: ExampleCall,
+    place: int,
+    reads: AttributeReads,
+    findings: Findings,
 ) -> Recording:
     """The recording with checks that the inputs it uses contain tensors where the example does.
 
@@ -160,6 +163,7 @@ def held_to_given(
         recording: of a run of the model.
         model: the model.
         call: the example, as it was before the run.
+        place: behind how many steps the checks come, which are those of `bind`.
         reads: what the run has read of objects.
         findings: what is known of the model, such as the tensors that it does not use, but asks for.
     """
@@ -167,28 +171,36 @@ def held_to_given(
     given = {argument.name: argument.value for argument in _arguments(model, call)}
     uses = Uses(recording)
     facts = [fact for step in inputs for fact in tensors_given(step, given[str(step.target)], uses)]
+    tensors = _tensors(recording, model, call)
     facts += [
         (Expr(torch.is_tensor, (value,)), True)
-        for place, (value, _) in enumerate(_tensors(recording, model, call))
-        if (model.training, place) in findings.asked_for
+        for number, (value, _) in enumerate(tensors)
+        if (model.training, number) in findings.asked_for
     ]
-    checks = [check_inputs(each, inputs[0].scope) for each in by_depth([*facts, *reads.facts(given, uses)])]
+    scope = inputs[0].scope if inputs else Scope("")
+    checks = [check_inputs(each, scope) for each in by_depth([*facts, *reads.facts(given, uses)])]
+    read = [(value, tensor) for value, tensor in tensors if reads.may_have_read(value)]
+    checks += _checks_of_tensors(read, call, findings, scope)
     steps = list(recording.steps)
-    # Behind those of `bind`, which are of the classes of objects and the lengths of containers.
-    place = next((i for i in range(len(inputs), len(steps)) if steps[i].target not in CHECKS), len(steps))
     steps[place:place] = checks
     draws = tuple(replace(draw, place=draw.place + len(checks)) for draw in recording.draws)
-    return replace(recording, steps=tuple(steps), draws=draws)
+    asked = tuple(replace(asked, place=asked.place + len(checks)) for asked in recording.asked)
+    return replace(recording, steps=tuple(steps), draws=draws, asked=asked, added=tuple(checks))
 
 
 def unused_tensors(recording: Recording, model: nn.Module, call: ExampleCall) -> dict[int, torch.Tensor]:
-    """The tensors of an example that a recording does not use, by their places among all."""
+    """The tensors of an example that a recording does not use, by their places among all.
+
+    Those in objects are not among them: if they are read, that is checked.
+    """
     uses = Uses(recording)
     given = enumerate(_tensors(recording, model, call))
-    return {place: tensor for place, (value, tensor) in given if not uses.has(value)}
+    return {
+        place: tensor for place, (value, tensor) in given if not uses.has(value) and not is_attribute(value)
+    }
 
 
-def _tensors(recording: Recording, model: nn.Module, call: ExampleCall) -> list[tuple[Value, torch.Tensor]]:
+def _tensors(recording: Recording, model: nn.Module, call: ExampleCall) -> Tensors:
     """How to reach the tensors of an example, and these."""
     given = {argument.name: argument.value for argument in _arguments(model, call)}
     inputs = [step for step in recording.steps if step.op == "placeholder"]

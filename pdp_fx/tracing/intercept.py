@@ -44,6 +44,9 @@ _READS_NUMBERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array_
 """Functions that read many numbers at once, which a dispatch mode does not see."""
 
 
+_SET_GRADIENTS = torch._C._set_grad_enabled
+
+
 class _Listener(TorchFunctionMode):
     """Passes every torch function to the recorder."""
 
@@ -58,6 +61,8 @@ class _Listener(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if getattr(func, "__wrapped__", None) is _SET_GRADIENTS:
+            func = _SET_GRADIENTS
         weight = _weight_not_passed() if func is functional.l1_loss else None
         if weight is not None:
             with nullcontext() if self.recorder.inside else self:

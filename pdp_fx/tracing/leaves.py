@@ -19,6 +19,7 @@ COMPOSITES = (
     nn.TransformerEncoder,
     nn.TransformerDecoder,
     nn.Transformer,
+    nn.AdaptiveLogSoftmaxWithLoss,
     nn.MSELoss,
     nn.L1Loss,
     nn.SmoothL1Loss,

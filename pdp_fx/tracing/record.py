@@ -49,10 +49,11 @@ def record(
     try:
         started = time.perf_counter()
         call = bind(recorder, model, example)
+        place = len(recorder.steps)
         given = example.fresh() if recorder.reads.any else example
         with yielding_floats(model), noting_flags(recorder), listening(recorder), recorder.reads.noting():
             result = model(*call.args, **call.kwargs)
-        recording = held_to_given(recorder.finish(result), model, given, recorder.reads, findings)
+        recording = held_to_given(recorder.finish(result), model, given, place, recorder.reads, findings)
         return replace(recording, outcome=outcome(model, result), seconds=time.perf_counter() - started)
     except Exception as err:
         recorder.failures.check(err)

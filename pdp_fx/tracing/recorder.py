@@ -37,6 +37,7 @@ from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
 from pdp_fx.tracing.source import source_line
 from pdp_fx.tracing.steps import (
     DRAWS_OUTSIDE,
+    TRUTH,
     Asked,
     Draw,
     Expr,
@@ -247,6 +248,9 @@ class Recorder:
         """
         if step.target is torch._assert and not is_data(step.args[0]):
             return result
+        if step.target is TRUTH and isinstance(step.args[0], bool):
+            # The check was added where that was read.
+            return result
         if result is NotImplemented:
             # Python then compares a tensor with None, or a text, by identity.
             return result
@@ -266,6 +270,8 @@ class Recorder:
             return result
         if isinstance(result, np.ndarray):
             self.decided(Expr(operator.eq, (Expr("tolist", (self._added(step),)), result.tolist())))
+        elif name == "item" and isinstance(result, bool):
+            self.decided(Expr(operator.ne if result else operator.eq, (step.args[0], 0)), check=TRUTH)
         elif name == "item":
             return self._read(result, self._added(step), name)
         elif isinstance(result, bool | int | float | list):

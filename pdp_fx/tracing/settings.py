@@ -11,6 +11,7 @@ import enum
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn import attention
 
 from pdp_fx.tracing.replacing import entries, wherever_named
 from pdp_fx.tracing.shapes import check_step
-from pdp_fx.tracing.source import is_ours, is_users, source_line
+from pdp_fx.tracing.sizes import live
+from pdp_fx.tracing.source import is_generated, is_ours, is_users, source_line
 from pdp_fx.tracing.steps import Attribute, Expr, InexactError, Value, is_input
 from pdp_fx.tracing.structure import tensors
 
@@ -222,11 +224,21 @@ def is_users_question() -> bool:
     return is_users(frame.f_code.co_filename)
 
 
+def _restores(frame: FrameType) -> bool:
+    """Whether the code of a graph asks whether gradients are on to restore that, in both modes of a model."""
+    sets = [name for name in frame.f_code.co_names if name.endswith("_set_grad_enabled")]
+    return is_generated(frame) and sets == ["_set_grad_enabled"]
+
+
 def _asked(recorder: Recorder, function: Callable[..., Any], setting: Setting) -> Callable[..., Any]:
     def answer(*args: Any) -> Any:
         result = function(*args)
         if recorder.inside or not is_users_question():
             return result
+        if setting is Setting.NO_GRADIENTS and _restores(sys._getframe(1)):
+            step = recorder.step("call_function", function, (), {})
+            recorder.steps.append(step)
+            return live(int(result), step, recorder.session)
         findings = recorder.findings
         findings.asks[Question(setting)] = source_line()
         if setting in findings.holds and (recorder.model.training or setting is not Setting.NO_GRADIENTS):

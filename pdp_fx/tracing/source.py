@@ -51,6 +51,11 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
 
 
+def is_generated(frame: FrameType) -> bool:
+    """Whether `torch.fx` has written the code that runs in a frame, from a graph."""
+    return frame.f_code.co_filename.startswith("<eval_with_key>")
+
+
 def user_frame(start: FrameType | None = None) -> FrameType | None:
     """The innermost frame of the model's code, which lies outside torch and pdp_fx, or None."""
     frame = sys._getframe(1) if start is None else start

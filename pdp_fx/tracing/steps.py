@@ -246,6 +246,7 @@ class Recording:
         draws: where the model branched on random numbers alone or on whether numbers are finite, in order.
         asked: where the model asked whether a selection is empty, in order.
         emptied: runs that were told of some selections that they are.
+        added: the steps that were added when the run was over: checks, ahead of all that it does.
         seconds: how long the run took.
     """
 
@@ -258,6 +259,7 @@ class Recording:
     draws: tuple[Draw, ...] = ()
     asked: tuple[Asked, ...] = ()
     emptied: tuple[Emptied, ...] = ()
+    added: tuple[Step, ...] = ()
     seconds: float = 0.0
 
     @property

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import enum
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from random import Random
 from types import CellType, MemberDescriptorType
@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils._pytree import tree_map
 
 BASE_TYPES = (
     type(None),
@@ -279,6 +280,17 @@ def fresh_copy(value: Any) -> Any:
 def joint_copy(value: Any) -> Any:
     """A deep copy whose tensors are detached leaves; a tensor that occurs twice stays one."""
     return copy.deepcopy(value, {id(tensor): fresh_copy(tensor) for tensor in tensors(value)})
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """A structure with other leaves, of which the tensors in objects are some; the objects are copied."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) or not has_tensors(leaf):
+            return change(leaf)
+        return copy.deepcopy(leaf, {id(tensor): change(tensor) for tensor in tensors(leaf)})
+
+    return tree_map(changed, value)
 
 
 def as_base(value: Any) -> Any:

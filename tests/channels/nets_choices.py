@@ -151,10 +151,29 @@ class ConditionedStreamBySlices(ConditionedStream):
         return tuple(each[:, place : place + 1] for place in range(3))
 
 
+class RareClasses(nn.Module):
+    """A softmax in clusters: a rare class has a smaller layer, which runs only if it is among the targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, 6)
+        self.classes = nn.AdaptiveLogSoftmaxWithLoss(6, 20, [5, 10], div_value=2)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.classes(self.second(self.first(x).relu()).relu(), targets).output
+
+
+def _with_classes(batch: int) -> Inputs:
+    """Vectors with classes of one cluster, which is another for each size of a batch."""
+    (x,) = vectors()(batch)
+    return x, torch.full((batch,), 7 * (batch % 3))
+
+
 CHOICES: tuple[Construct, ...] = (
     Construct(MasksOfSpeakers, signals(), removed=2 + 3 + 6),
     Construct(ExpertsThatMayBeIdle, vectors(), removed=4 + HEADS * SIZE + HEADS * 4),
     Construct(ExpertsAtOnce, vectors(), removed=2 * SIZE),
+    Construct(RareClasses, _with_classes, removed=4, reason="decides by its data"),
     Construct(BiasOfHeads, _with_bias, removed=18),
     Construct(FusedBiasOfHeads, _with_bias, removed=18),
     Construct(NormInHeadsThatStay, _with_bias, removed=18),

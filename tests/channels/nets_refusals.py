@@ -373,6 +373,11 @@ class DrawsInPlace(Between):
         return x + torch.empty_like(x).uniform_(0, 1e-300)
 
 
+class DrawsSlopes(Between):
+    def act(self, x: Tensor) -> Tensor:
+        return F.rrelu(x, 0.1, 0.1, training=True)
+
+
 class ReturnsFeatures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -563,6 +568,7 @@ REFUSALS = (
     Construct(DrawsLike, images(), removed=3, reason="random numbers are drawn here"),
     Construct(DrawsTruths, images(), removed=3, reason="random numbers are drawn here"),
     Construct(DrawsInPlace, images(), removed=3, reason="random numbers are drawn here"),
+    Construct(DrawsSlopes, images(), removed=3, reason="random numbers are drawn here"),
     Construct(ReturnsFeatures, images(), removed=3, reason="the model returns these channels"),
     Construct(ReturnsWidth, images(), removed=3, reason="the model returns how many of these channels"),
     Construct(LogarithmOfChannels, images(), removed=3, reason="log of 0 is no finite number"),

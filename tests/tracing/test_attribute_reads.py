@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pdp_fx
+from pdp_fx import Channels, PruneSpec
 from pdp_fx.trace import trace
+from tests.channels.nets_regions import RegionsOfTwoScales
+from tests.channels.nets_varying import ColumnFirst
 
 ONE = torch.ones(1)
 
@@ -199,6 +203,35 @@ def test_sizes_that_an_object_makes_of_its_tensors_are_followed() -> None:
     gm = trace(model, (graphs(starts=torch.arange(3)),))
     other = graphs(starts=torch.arange(6))
     assert torch.equal(gm(other), model(other))
+
+
+class OfGiven(nn.Module):
+    """A net whose images are given in an object."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, given: Any) -> Tensor:
+        return self.net(given.x)
+
+
+@pytest.mark.parametrize("make", [Graphs, Row, SimpleNamespace])
+def test_channels_in_a_size_that_an_object_hides_stay(make: Callable[..., Any]) -> None:
+    """On images of one size, the columns that are taken for channels are whole channels."""
+    prepared = pdp_fx.prepare(
+        OfGiven(ColumnFirst()), PruneSpec(Channels(0.5)), (make(x=torch.randn(2, 3, 6, 6)),)
+    )
+    assert [group.name for group in pdp_fx.explain(prepared).groups] == ["net.mid"]
+
+
+def test_a_batch_that_is_held_is_that_of_the_tensors_which_are_read() -> None:
+    model, x = OfGiven(RegionsOfTwoScales()), torch.randn(2, 3, 8, 8)
+    gm = trace(model, (graphs(x=x, names=torch.ones(2)),))
+    other = graphs(x=x, names=torch.ones(5))
+    assert torch.equal(gm(other), model(other))
+    with pytest.raises(AssertionError, match="holds for a batch of 2 only"):
+        gm(graphs(x=x[:1], names=torch.ones(2)))
 
 
 class Optional(nn.Module):

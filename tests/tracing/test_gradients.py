@@ -35,6 +35,24 @@ class Blocks(nn.Module):
         return self.last(x + y)
 
 
+def test_a_graph_with_blocks_is_traced_again() -> None:
+    class Still(Blocks):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.fixed(x)
+
+    x = torch.randn(3, 4)
+    again = exact(exact(Still(), x), x)
+    assert "_set_grad_enabled(False)" in again.code
+    for training in (False, True):
+        with torch.no_grad():
+            assert not any(part.requires_grad for part in again.train(training)(x))
+            assert not torch.is_grad_enabled()
+        kept, still = again(x)
+        assert kept.requires_grad
+        assert not still.requires_grad
+        assert torch.is_grad_enabled()
+
+
 class Inference(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -85,6 +85,24 @@ def test_layers_to_which_no_row_may_go_are_followed(kind: type[Experts]) -> None
     assert not opaque(gm)
 
 
+class Scaled(nn.Module):
+    """Takes a factor, too, which may be left out, so that the graph checks what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = ByCount()
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        y = self.experts(x)
+        return y if factor is None else torch.where(factor > 0, y, -y)
+
+
+def test_they_are_where_the_graph_checks_its_inputs() -> None:
+    torch.manual_seed(0)
+    gm = exact(Scaled(), (torch.randn(5, WIDTH), torch.ones(1)), (torch.randn(1, WIDTH), torch.zeros(1)))
+    assert not opaque(gm)
+
+
 class Positive(nn.Module):
     """Does something with the rows whose first number is positive, if there are any."""
 

@@ -645,6 +645,23 @@ def test_code_may_go_by_how_many_a_stored_mask_selects() -> None:
     assert "_assert" not in exact(net, rows(2, 4)).code
 
 
+class ByTruth(nn.Module):
+    """Reads from a tensor whether an axis is long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_long = (torch.arange(x.shape[1]) > 5).any().item()
+        return 2 * x if is_long else x
+
+
+def test_a_truth_that_is_read_from_a_tensor_of_sizes_is_checked() -> None:
+    gm = exact(ByTruth(), (rows(2, 4),), (rows(3, 5),))
+    with pytest.raises(RuntimeError, match="decides by sizes"):
+        gm(rows(2, 8))
+    again = exact(gm, (rows(2, 4),), (rows(3, 5),))
+    with pytest.raises(RuntimeError, match="decides by sizes"):
+        again(rows(2, 8))
+
+
 def test_an_axis_of_one_index_is_tried_longer() -> None:
     gm = exact(Deciding(by_a_number_on_the_left), rows(1, 4, 1), rows(3, 4, 1))
     with pytest.raises(AssertionError, match=INSISTS):
