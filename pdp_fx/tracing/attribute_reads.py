@@ -120,7 +120,7 @@ class AttributeReads:
                 them is no fact of theirs.
             uses: what the run uses; there is no fact of tensors without which it fails by itself.
         """
-        found = {_path(value): (value, fact) for value, fact in self._facts}
+        found = {path_of(value): (value, fact) for value, fact in self._facts}
         return [
             (value, fact)
             for path, (value, fact) in found.items()
@@ -136,7 +136,7 @@ class AttributeReads:
         facts: Facts = []
         for inner, tensor in _in_containers(value, found):
             fact, origin = Expr(torch.is_tensor, (inner,)), self._recorder.origins.known(tensor)
-            self._origins[_path(fact)] = origin
+            self._origins[path_of(fact)] = origin
             self._seen.add(place_of(origin))
             facts.append((fact, True))
         return facts
@@ -239,9 +239,9 @@ def is_attribute(value: Value) -> bool:
     return isinstance(value, Expr) and (value.call is getattr or is_attribute(value.args[0]))
 
 
-def _path(value: Value) -> tuple[Any, ...]:
+def path_of(value: Value) -> tuple[Any, ...]:
     """What tells apart how values are reached."""
-    return (*_path(value.args[0]), value.call, *value.args[1:]) if isinstance(value, Expr) else (value,)
+    return (*path_of(value.args[0]), value.call, *value.args[1:]) if isinstance(value, Expr) else (value,)
 
 
 def _holds(value: Value, fact: Any, given: Mapping[str, Any]) -> bool:

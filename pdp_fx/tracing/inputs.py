@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pdp_fx.tracing.attribute_reads import AttributeReads, is_attribute
+from pdp_fx.tracing.attribute_reads import AttributeReads, is_attribute, path_of
 from pdp_fx.tracing.examples import ExampleCall, Inputs, is_followed
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.given import (
@@ -178,7 +178,9 @@ def held_to_given(
         if (model.training, number) in findings.asked_for
     ]
     scope = inputs[0].scope if inputs else Scope("")
-    checks = [check_inputs(each, scope) for each in by_depth([*facts, *reads.facts(given, uses)])]
+    facts += reads.facts(given, uses)
+    once = list({path_of(value): (value, fact) for value, fact in facts}.values())
+    checks = [check_inputs(each, scope) for each in by_depth(once)]
     read = [(value, tensor) for value, tensor in tensors if reads.may_have_read(value)]
     checks += _checks_of_tensors(read, call, findings, scope)
     steps = list(recording.steps)

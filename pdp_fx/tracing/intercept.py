@@ -40,7 +40,17 @@ from pdp_fx.tracing.settings import noting_settings
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Whole
 
-_READS_NUMBERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+_READS_NUMBERS = (
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+)
 """Functions that read many numbers at once, which a dispatch mode does not see."""
 
 

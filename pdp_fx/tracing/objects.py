@@ -72,7 +72,8 @@ class Held:
 
     @property
     def __name__(self) -> str:
-        return f"the_{type(self.thing).__name__}"
+        named = self.thing if isinstance(self.thing, type) else type(self.thing)
+        return f"the_{named.__name__}"
 
     def __call__(self) -> Any:
         return self.thing

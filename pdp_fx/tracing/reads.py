@@ -283,8 +283,12 @@ def _text(name: str) -> Call:
     def read(recorder: Recorder, tensor: torch.Tensor, *told: Any, **options: Any) -> str:
         text: str = recorder.run(getattr(torch.Tensor, name), (tensor, *told), options)
         value, frame = recorder.origins.known(tensor), user_frame()
-        if is_data(value) and frame is not None and not recorder.inside and not only_says(frame):
+        if frame is None or recorder.inside or only_says(frame):
+            return text
+        if is_data(value):
             raise NumberReadError(reads(value, "makes a text of the numbers in a tensor"), text)
+        if value is not None:
+            recorder.function(torch.Tensor.tolist, (tensor,), {})  # The graph checks what follows from sizes.
         return text
 
     return read

@@ -274,7 +274,7 @@ class Recorder:
             self.decided(Expr(operator.ne if result else operator.eq, (step.args[0], 0)), check=TRUTH)
         elif name == "item":
             return self._read(result, self._added(step), name)
-        elif isinstance(result, bool | int | float | list):
+        elif isinstance(result, bool | int | float | complex | list):
             self.decided(Expr(operator.eq, (self._added(step), result)))
         return result
 

@@ -300,6 +300,13 @@ def _truth(self: Any) -> bool:
     return answer
 
 
+def _is_integer(self: Any) -> bool:
+    answer = plain(self).is_integer()
+    if _is_asked_by_user(self.session):
+        _note(self.session, operator.eq if answer else operator.ne, self % 1, 0, How.COMPARED)
+    return answer
+
+
 def _fixed(call: Callable[..., Any]) -> Callable[..., Any]:
     """A method by which something is picked, as from a dict by hash: the graph checks the number."""
 
@@ -422,6 +429,7 @@ def _equip_yielding(kind: Any) -> None:
     kind.__hash__ = float.__hash__
 
 
+LiveFloat.is_integer = _is_integer
 _equip(LiveInt)
 _equip(LiveFloat)
 _equip_integer(LiveInt)

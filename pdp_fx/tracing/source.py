@@ -1,9 +1,9 @@
 """Where a node comes from: the line of the user's code that made it."""
 
 import contextlib
+import dis
 import inspect
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -93,8 +93,10 @@ def source_of(err: BaseException, function: Callable[..., object] | None = None)
 
 def raised_by_user(err: BaseException) -> bool:
     """Whether an error comes from a `raise` or an `assert` of code outside torch and pdp_fx."""
-    last = traceback.extract_tb(err.__traceback__)[-1:]
-    return bool(last) and is_users(last[0].filename) and bool(_RAISES.search(last[0].line or ""))
-
-
-_RAISES = re.compile(r"\b(raise|assert)\b")
+    last = err.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    return is_users(code.co_filename) and dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"

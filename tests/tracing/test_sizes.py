@@ -662,6 +662,51 @@ def test_a_truth_that_is_read_from_a_tensor_of_sizes_is_checked() -> None:
         again(rows(2, 8))
 
 
+def as_complex(number: Tensor) -> float:
+    return complex(number).real
+
+
+def as_text(number: Tensor) -> float:
+    return float(str(number).partition("(")[2].rstrip(")."))
+
+
+def picked_by_numpy(number: Tensor) -> float:
+    return np.arange(9)[int(number)].item()  # does not assert that there are as many
+
+
+class ByNumber(nn.Module):
+    """Goes by a number in a tensor that follows from sizes, or from what it is given."""
+
+    def __init__(self, read: Callable[[Tensor], float], of_given: bool = False) -> None:
+        super().__init__()
+        self.read, self.of_given = read, of_given
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = x.abs().sum().floor() if self.of_given else torch.tensor(x.shape[1])
+        return 2 * x if self.read(number) > 5 else x
+
+
+@pytest.mark.parametrize("read", [as_complex, as_text, picked_by_numpy])
+def test_a_number_that_is_read_in_odd_ways_is_checked(read: Callable[[Tensor], float]) -> None:
+    gm = exact(ByNumber(read), (rows(2, 4),))
+    with pytest.raises(AssertionError, match="decides by sizes|insists|computes another thing"):
+        gm(rows(2, 7))
+
+
+@pytest.mark.parametrize("read", [as_complex, as_text, picked_by_numpy])
+def test_a_number_that_is_given_is_not_taken_for_a_plain_one(read: Callable[[Tensor], float]) -> None:
+    with pytest.raises(TraceError):
+        trace(ByNumber(read, of_given=True), torch.full((1, 4), 0.9))
+
+
+def test_whether_a_quotient_is_whole_is_checked() -> None:
+    gm = exact(ByNumber(lambda number: 9.0 if (number.item() / 5).is_integer() else 1.0), (rows(2, 4),))
+    x = rows(1, 3)
+    assert torch.equal(gm(x), x)
+    with pytest.raises(AssertionError, match="decides by sizes"):
+        gm(rows(2, 5))
+
+
 def test_an_axis_of_one_index_is_tried_longer() -> None:
     gm = exact(Deciding(by_a_number_on_the_left), rows(1, 4, 1), rows(3, 4, 1))
     with pytest.raises(AssertionError, match=INSISTS):
