@@ -144,21 +144,25 @@ class AttributeReads:
     def _noted(self, way: str, plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def read(thing: Any, key: Any) -> Any:
             caller = sys._getframe(1)
-            if self._sees(thing, key, caller):
+            if not self._is_read(thing, key) or is_ours(caller.f_code.co_filename):
+                return plain(thing, key)
+            if not self._recorder.inside:
                 return self._read(way, plain, thing, key, caller)
-            return plain(thing, key)
+            # A part that is kept whole reads at each call.
+            found = plain(thing, key)
+            self._tensors_of(Expr(_WAYS[way], (self._places[id(thing)][1], key)), found)
+            return found
 
         return read
 
-    def _sees(self, thing: Any, key: Any, caller: FrameType) -> bool:
-        """Whether the model now reads something of a thing that is watched, and not its class or a method."""
+    def _is_read(self, thing: Any, key: Any) -> bool:
+        """Whether a key is of something that a thing which is watched holds, and not of its class."""
         known = self._places.get(id(thing))
-        if known is None or known[0] is not thing or self._recorder.inside:
+        if known is None or known[0] is not thing:
             return False
         if not isinstance(key, str | int) or isinstance(key, Live):
             return False
-        special = str(key).startswith("__") and key not in _ALL
-        return not special and not is_ours(caller.f_code.co_filename)
+        return not str(key).startswith("__") or key in _ALL
 
     def _read(
         self, way: str, plain: Callable[[Any, Any], Any], thing: Any, key: Any, caller: FrameType
@@ -250,7 +254,7 @@ def _holds(value: Value, fact: Any, given: Mapping[str, Any]) -> bool:
         found = _of(value, given)
         wanted = _of(fact, given)
         return type(found) is type(wanted) and bool(found == wanted)
-    except (AttributeError, LookupError, TypeError):
+    except Exception:  # noqa: BLE001 code of the model's may raise anything
         return False
 
 

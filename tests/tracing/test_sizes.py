@@ -569,7 +569,7 @@ def by_steps(x: Tensor) -> Tensor:
     "act",
     [
         *(by_a_coarse_table, by_a_part_of_a_list, by_a_text, by_a_limit, by_an_upper_limit, by_steps),
-        *(beside_no_number, beside_a_repair, by_a_copy, by_a_fraction, by_the_longer_of_two),
+        *(beside_no_number, beside_a_repair, by_a_copy, by_the_longer_of_two),
     ],
 )
 def test_a_size_is_insisted_on_where_no_size_near_it_makes_a_difference(act: Any) -> None:
@@ -697,6 +697,12 @@ def test_a_number_that_is_read_in_odd_ways_is_checked(read: Callable[[Tensor], f
 def test_a_number_that_is_given_is_not_taken_for_a_plain_one(read: Callable[[Tensor], float]) -> None:
     with pytest.raises(TraceError):
         trace(ByNumber(read, of_given=True), torch.full((1, 4), 0.9))
+
+
+def test_a_graph_goes_by_whether_a_size_is_a_multiple() -> None:
+    gm = exact(Deciding(by_a_fraction), rows(1, 4, 8), rows(3, 4, 8), rows(1, 4, 1024))
+    with pytest.raises(AssertionError, match="decides by sizes"):
+        gm(rows(1, 4, 1023))
 
 
 def test_whether_a_quotient_is_whole_is_checked() -> None:
