@@ -326,12 +326,12 @@ def _named(use: _Use, names: frozenset[str], function: ast.FunctionDef | None) -
 
 
 def _in_call(use: _Use, call: ast.Call) -> Iterator[_Use]:
-    """Where a function of the model's code decides by an argument; a method `get` looks something up."""
+    """Where a function of the model's code decides by an argument, or a method looks it up."""
     found = _looked_up(call.func, use.names)
     function = found.forward if isinstance(found, nn.Module) else found
     plain = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
     named = getattr(call.func, "attr", "")
-    if named == "get" or _promotes(call):
+    if named in _LOOKS_UP or found is getattr or _promotes(call):
         yield use
     elif named == "format" or any(found is each for each in _SPELT):
         if not says(use.located):
@@ -341,6 +341,9 @@ def _in_call(use: _Use, call: ast.Call) -> Iterator[_Use]:
         inside = replace(use, names=names, frame=None)
         yield from _named(inside, _parameters(function, call, use.node), definition(plain.__code__))
 
+
+_LOOKS_UP = ("get", "setdefault", "pop", "index", "count")
+"""Methods of dicts and lists that go by what they are given."""
 
 _SPELT = str, repr, hash, id, format
 """What is made of a dtype or device to go by; what only ends in a message is no decision."""

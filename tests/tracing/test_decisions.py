@@ -157,6 +157,14 @@ def paired(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight * {(torch.float32, torch.float32): 2.0}.get((x.dtype, weight.dtype), 3.0)
 
 
+def by_its_place(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight * [torch.float32, torch.float64, torch.bfloat16, torch.float16].index(x.dtype)
+
+
+def by_the_size_of_a_number(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight * getattr(x.dtype, "itemsize")  # noqa: B009 models write it so
+
+
 def by_type(x: Tensor, weight: Tensor) -> Tensor:
     return (x.abs() if "Half" in x.type() or x.type().endswith("DoubleTensor") else x) * weight
 
@@ -325,6 +333,8 @@ FAILING: dict[Callable[[Tensor, Tensor], Tensor], tuple[set[torch.dtype], set[to
     asked: ({torch.float16}, {torch.float16}),
     asked_twice: ({torch.float16}, {torch.float16}),
     paired: (OTHERS, HALVES),
+    by_its_place: (OTHERS, HALVES),
+    by_the_size_of_a_number: (OTHERS, HALVES),
     promoted: ({torch.bfloat16, torch.float64}, {torch.bfloat16}),
     of_result: (OTHERS, set()),
     in_a_generator: ({torch.float16}, {torch.float16}),
