@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdp_fx.tracing.given import REACH, Tensors, Uses, place_of, plain_parts
+from pdp_fx.tracing.given import Tensors, Uses, place_of, plain_parts, reached
 from pdp_fx.tracing.replacing import replaced
 from pdp_fx.tracing.shapes import Facts
 from pdp_fx.tracing.sizes import Live
@@ -25,7 +25,6 @@ from pdp_fx.tracing.steps import Expr, Step, Value
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
     attributes,
-    children,
     equals_copies,
     has_tensors,
     is_object,
@@ -94,8 +93,8 @@ class AttributeReads:
                 self._facts += self._parts_of(example, value)
                 for name, part in attributes(example).items():
                     self._facts += self._tensors_of(Expr(getattr, (value, name)), part)
-        for kind, key, part in children(example):
-            self.watch(Expr(REACH[kind], (value, key)), part, seen, inside)
+        for inner, part in reached(value, example):
+            self.watch(inner, part, seen, inside)
 
     @property
     def any(self) -> bool:
@@ -233,9 +232,8 @@ def _in_containers(value: Value, found: Any) -> Tensors:
     """How to reach a tensor or those in containers, but not in objects, and these."""
     if isinstance(found, torch.Tensor):
         return [(value, found)]
-    parts = children(found) if isinstance(found, list | tuple | Mapping) else ()
-    reached = ((Expr(operator.getitem, (value, key)), part) for _, key, part in parts)
-    return [each for inner, part in reached for each in _in_containers(inner, part)]
+    parts = reached(value, found) if isinstance(found, list | tuple | Mapping) else ()
+    return [each for inner, part in parts for each in _in_containers(inner, part)]
 
 
 def is_attribute(value: Value) -> bool:

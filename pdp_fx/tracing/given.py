@@ -30,9 +30,6 @@ Tensors = list[tuple[Value, torch.Tensor]]
 NUMBERS_HAVE = "as_integer_ratio"
 """An attribute of all numbers, but of no tensor."""
 
-REACH: Mapping[str, Any] = {"item": operator.getitem, "attribute": getattr}
-"""What reaches a part, by what `children` says of how."""
-
 TAKE_ONCE = "for one, trace a module of your own that takes it once and calls the model with it"
 """What to do with a model that goes by whether two of its inputs are one tensor."""
 
@@ -134,7 +131,13 @@ def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
     """The parts of a container or record, and how to reach them."""
     if not isinstance(example, list | tuple | Mapping) and not is_record(example):
         return []
-    return [(Expr(REACH[kind], (value, key)), part) for kind, key, part in children(example)]
+    return reached(value, example)
+
+
+def reached(value: Value, example: Any) -> list[tuple[Value, Any]]:
+    """The parts of a container or object, and how to reach them."""
+    reach = {"item": operator.getitem, "attribute": getattr}
+    return [(Expr(reach[kind], (value, key)), part) for kind, key, part in children(example)]
 
 
 def batch_sizes(given: Tensors, size: int | None) -> Facts:
@@ -167,8 +170,7 @@ def tensors_in(value: Value, example: Any, around: frozenset[int] = frozenset())
     if isinstance(example, BASE_TYPES) or id(example) in around:
         return []
     around |= {id(example)}
-    parts = [(Expr(REACH[kind], (value, key)), part) for kind, key, part in children(example)]
-    return [found for inner, part in parts for found in tensors_in(inner, part, around)]
+    return [found for inner, part in reached(value, example) for found in tensors_in(inner, part, around)]
 
 
 def all_apart(given: Tensors) -> Facts:

@@ -26,7 +26,7 @@ _BEGINNINGS = (
 """Where each kind of block looks whether gradients are on."""
 
 
-_ARE_ON, _SET = torch.is_grad_enabled, torch._C._set_grad_enabled
+_ARE_ON, SET_GRADIENTS = torch.is_grad_enabled, torch._C._set_grad_enabled
 
 
 @contextmanager
@@ -70,22 +70,22 @@ def _set(recorder: Recorder) -> Callable[[Any], None]:
     Torch looks its own function up by name to tell of a call, and finds this one, too.
     """
 
-    @functools.wraps(_SET)
+    @functools.wraps(SET_GRADIENTS)
     def setting(mode: Any) -> None:
         if not isinstance(mode, Live):
-            _SET(mode)
+            SET_GRADIENTS(mode)
             return
         if not recorder.inside:
             _restore(recorder, value_of(mode, recorder.session))
         with recorder.silent():
-            _SET(bool(mode))
+            SET_GRADIENTS(bool(mode))
 
     return setting
 
 
 def _restore(recorder: Recorder, before: Value) -> None:
     """Record that it is as before whether gradients are on."""
-    step = recorder.step("call_function", _SET, (), {})
+    step = recorder.step("call_function", SET_GRADIENTS, (), {})
     step.args = (before,)
     recorder.steps.append(step)
 

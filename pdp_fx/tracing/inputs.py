@@ -167,11 +167,11 @@ def held_to_given(
         reads: what the run has read of objects.
         findings: what is known of the model, such as the tensors that it does not use, but asks for.
     """
-    inputs = [step for step in recording.steps if step.op == "placeholder"]
+    inputs = _inputs(recording)
     given = {argument.name: argument.value for argument in _arguments(model, call)}
     uses = Uses(recording)
     facts = [fact for step in inputs for fact in tensors_given(step, given[str(step.target)], uses)]
-    tensors = _tensors(recording, model, call)
+    tensors = [found for step in inputs for found in tensors_in(step, given[str(step.target)])]
     facts += [
         (Expr(torch.is_tensor, (value,)), True)
         for number, (value, _) in enumerate(tensors)
@@ -190,23 +190,28 @@ def held_to_given(
     return replace(recording, steps=tuple(steps), draws=draws, asked=asked, added=tuple(checks))
 
 
-def unused_tensors(recording: Recording, model: nn.Module, call: ExampleCall) -> dict[int, torch.Tensor]:
+def maybe_unused(recording: Recording | None, model: nn.Module, call: ExampleCall) -> dict[int, torch.Tensor]:
     """The tensors of an example that a recording does not use, by their places among all.
 
-    Those in objects are not among them: if they are read, that is checked.
+    Those in objects are not among them: if they are read, that is checked. Without a recording all others
+    are.
     """
-    uses = Uses(recording)
-    given = enumerate(_tensors(recording, model, call))
+    given = {argument.name: argument.value for argument in _arguments(model, call) if argument.given}
+    if recording is None:
+        inputs = [Step("placeholder", name, (), {}, Scope(""), "") for name in given]
+    else:
+        inputs = [step for step in _inputs(recording) if step.target in given]
+    uses = None if recording is None else Uses(recording)
+    found = enumerate(each for step in inputs for each in tensors_in(step, given[str(step.target)]))
     return {
-        place: tensor for place, (value, tensor) in given if not uses.has(value) and not is_attribute(value)
+        place: tensor
+        for place, (value, tensor) in found
+        if not is_attribute(value) and (uses is None or not uses.has(value))
     }
 
 
-def _tensors(recording: Recording, model: nn.Module, call: ExampleCall) -> Tensors:
-    """How to reach the tensors of an example, and these."""
-    given = {argument.name: argument.value for argument in _arguments(model, call)}
-    inputs = [step for step in recording.steps if step.op == "placeholder"]
-    return [found for step in inputs for found in tensors_in(step, given[str(step.target)])]
+def _inputs(recording: Recording) -> list[Step]:
+    return [step for step in recording.steps if step.op == "placeholder"]
 
 
 def _arguments(model: nn.Module, call: ExampleCall) -> list[_Argument]:

@@ -28,7 +28,7 @@ from pdp_fx.tracing.calls import run_function, run_method, run_module
 from pdp_fx.tracing.casts import casting
 from pdp_fx.tracing.chances import following_numbers
 from pdp_fx.tracing.compiling import LOOKS_AT_MASK
-from pdp_fx.tracing.gradients import gradient_blocks
+from pdp_fx.tracing.gradients import SET_GRADIENTS, gradient_blocks
 from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of, subclass_of
 from pdp_fx.tracing.processes import noting_processes
@@ -54,9 +54,6 @@ _READS_NUMBERS = (
 """Functions that read many numbers at once, which a dispatch mode does not see."""
 
 
-_SET_GRADIENTS = torch._C._set_grad_enabled
-
-
 class _Listener(TorchFunctionMode):
     """Passes every torch function to the recorder."""
 
@@ -71,8 +68,8 @@ class _Listener(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__wrapped__", None) is _SET_GRADIENTS:
-            func = _SET_GRADIENTS
+        if getattr(func, "__wrapped__", None) is SET_GRADIENTS:
+            func = SET_GRADIENTS
         weight = _weight_not_passed() if func is functional.l1_loss else None
         if weight is not None:
             with nullcontext() if self.recorder.inside else self:

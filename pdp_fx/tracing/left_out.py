@@ -9,7 +9,7 @@ from torch import fx, nn
 from pdp_fx.tracing.exact import MODES
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.inputs import unused_tensors
+from pdp_fx.tracing.inputs import maybe_unused
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.structure import fresh_copy
 from pdp_fx.tracing.verify import tried
@@ -29,10 +29,7 @@ def asked_for(
     found: set[tuple[bool, int]] = set()
     example = ExampleCall(*fresh_copy((example.args, dict(example.kwargs))))  # no two tensors are one
     for training in MODES:
-        recording = findings.recording(training)
-        if recording is None:
-            continue
-        for place, tensor in unused_tensors(recording, model, example).items():
+        for place, tensor in maybe_unused(findings.recording(training), model, example).items():
             call = example.without(tensor)
             wanted, got = (tried(each, call, training, model, gm) for each in (model, gm))
             if isinstance(wanted, Outcome) and isinstance(got, Outcome) and not wanted.is_near(got):

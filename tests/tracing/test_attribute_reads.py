@@ -246,6 +246,23 @@ class Optional(nn.Module):
         return y - labels if self.training and labels is not None else y
 
 
+class OptionalInEager(Optional):
+    """Looks at its data, too, unless it is being compiled."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        if not torch.compiler.is_compiling() and x.sum() > 1e9:
+            x = x / 2
+        return super().forward(x, mask, labels)
+
+
+def test_a_tensor_that_is_only_asked_for_must_be_there_if_the_graph_is_that_of_the_compiled_model() -> None:
+    model, x = OptionalInEager().eval(), torch.randn(3, 4)
+    gm = trace(model, {"x": x, "mask": ONE}).eval()
+    assert torch.equal(gm(x, 2 * ONE), model(x, 2 * ONE))
+    with pytest.raises(AssertionError, match="mask=a tensor"):
+        gm(x)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_tensor_that_is_only_asked_for_must_be_there(training: bool) -> None:
     model, x = Optional().train(training), torch.randn(3, 4)
