@@ -1,28 +1,19 @@
-"""`plain`: a graph module that holds only types of torch, Python and the user, and that pickles exactly.
-
-`torch.fx` pickles a graph module as source code, and traces that code again when it is loaded. What does not
-depend on an input, such as a random number or a slice of a buffer, is then computed once and frozen; and what
-a proxy cannot do, such as assigning to a slice, fails. So the converted graph module pickles its graph as the
-calls that build it. They are all calls of torch and of Python's library, since whoever loads it may not have
-this package. Every graph module has a class of its own anyway, which is where the methods for that are set.
-"""
+"""`plain`: a graph module that holds only types of torch, Python and the user, and that pickles exactly."""
 
 from __future__ import annotations
 
 import importlib
 import operator
-import pickle
-import pkgutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
-from torch.fx.node import _get_qualified_name, map_aggregate
+from torch import fx
 
 from pdp_fx.naming import free_name
 from pdp_fx.ops.data import data_of
+from pdp_fx.pickling import exact
 from pdp_fx.tracing.modes import called_modules
 from pdp_fx.tracing.objects import (
     Apply,
@@ -37,8 +28,6 @@ from pdp_fx.tracing.objects import (
 )
 from pdp_fx.tracing.skipping import kept_unless
 
-_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
-
 
 def plain(gm: fx.GraphModule) -> fx.GraphModule:
     """Return ``gm`` as a bare graph module in eval mode that holds only what its graph uses."""
@@ -48,7 +37,7 @@ def plain(gm: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         node.meta = {}
         _write_plainly(gm, node, places)
-    bare = _exact(fx.GraphModule(gm, graph, type(gm).__name__))
+    bare = exact(fx.GraphModule(gm, graph, type(gm).__name__))
     bare.graph.lint()
     return bare.eval()
 
@@ -153,80 +142,3 @@ def _named(function: partial[Any], name: str) -> Callable[..., Any]:
     named: Any = function
     named.__name__, named.__module__ = name, "functools"
     return named
-
-
-def _exact(bare: fx.GraphModule) -> fx.GraphModule:
-    """Set the methods by which this one graph module pickles and deep-copies as described above."""
-    kind: Any = type(bare)
-    kind.__reduce__ = _reduce
-    kind._deepcopy_init = _copier
-    return bare
-
-
-def _copier(bare: fx.GraphModule) -> Callable[[fx.GraphModule, nn.Module, fx.Graph], None]:
-    def init(copied: fx.GraphModule, root: nn.Module, graph: fx.Graph) -> None:
-        fx.GraphModule.__init__(copied, root, graph, type(bare).__name__)
-        _exact(copied)
-
-    return init
-
-
-def _reduce(bare: fx.GraphModule) -> tuple[Any, ...]:
-    """What pickle needs: a callable, its arguments, and the attributes that a user has added."""
-    made = _Made(fx.GraphModule, _tree(bare), _graph(bare.graph), type(bare).__name__)
-    usual = vars(fx.GraphModule(nn.Module(), fx.Graph()))
-    added = {name: value for name, value in vars(bare).items() if name not in usual}
-    return operator.methodcaller("train", bare.training), (made,), added or None
-
-
-def _tree(bare: fx.GraphModule) -> nn.Module:
-    """A module with all that belongs to ``bare``, but no graph."""
-    root = nn.Module()
-    vars(root).update({name: value for name, value in vars(bare).items() if name in _TABLES})
-    return root
-
-
-def _graph(graph: fx.Graph) -> _Made:
-    """The graph as the calls that create its nodes, in order."""
-    new = _Made(fx.Graph)
-    nodes: dict[fx.Node, _Made] = {}
-
-    def encoded(leaf: Any) -> Any:
-        if isinstance(leaf, torch.memory_format):
-            # The protocol of torch.save has no way to store it.
-            return _Made(pkgutil.resolve_name, str(leaf))
-        return nodes[leaf] if isinstance(leaf, fx.Node) else leaf
-
-    for node in graph.nodes:
-        args, kwargs = map_aggregate(node.args, encoded), map_aggregate(node.kwargs, encoded)
-        create = operator.methodcaller("create_node", node.op, _target(node), args, kwargs, node.name)
-        nodes[node] = _Made(create, new)
-    return _Made(operator.itemgetter(0), (new, *nodes.values()))
-
-
-class _Made:
-    """An object given by the call that makes it: pickle stores the call, and makes the object once."""
-
-    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
-        self.call = call
-        self.args = args
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.call, self.args
-
-
-def _target(node: fx.Node) -> Any:
-    """The target of a node as pickle can store it: itself, or the call that imports it."""
-    if isinstance(node.target, (str, partial)) or _is_known_to_pickle(node.target):
-        return node.target
-    name = _get_qualified_name(node.target)
-    if pkgutil.resolve_name(name) is not node.target:
-        raise pickle.PicklingError(f"%{node.name} calls {name}, but importing that name gives something else")
-    return _Made(pkgutil.resolve_name, name)
-
-
-def _is_known_to_pickle(function: Callable[..., Any]) -> bool:
-    try:
-        return pickle.loads(pickle.dumps(function)) is function
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
-        return False

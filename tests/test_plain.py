@@ -61,7 +61,9 @@ WAYS: dict[str, Way] = {
     "deepcopy": copy_of,
     "pickle": pickled,
     "torch.save": saved,
-    "both": lambda bare: pickled(copy_of(bare)),
+    "copied and pickled": lambda bare: pickled(copy_of(bare)),
+    "pickled twice": lambda bare: pickled(pickled(bare)),
+    "saved, copied and saved": lambda bare: saved(copy_of(saved(bare))),
 }
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -105,6 +107,13 @@ def test_training_flags_and_added_attributes_come_along(
     assert all(module.training for module in way(bare.train()).modules())
 
 
+def test_a_shallow_copy_is_pickled_exactly() -> None:
+    bare, x = awkward()
+    shallow = copy.copy(bare)
+    assert shallow.get_parameter("fc.weight") is bare.get_parameter("fc.weight")
+    assert same(bare, pickled(shallow), x)
+
+
 def test_added_attributes_are_pickled() -> None:
     bare, _ = awkward()
     bare.classes = ["cat", "dog"]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -141,6 +150,10 @@ torch.manual_seed(3)
 found = model(x)
 assert all(torch.equal(found[key], expected[key]) for key in expected)
 assert isinstance(model, torch.fx.GraphModule)
+again = pickle.loads(pickle.dumps(model))
+torch.manual_seed(3)
+found = again(x)
+assert all(torch.equal(found[key], expected[key]) for key in expected)
 """
 
 

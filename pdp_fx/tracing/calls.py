@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from pdp_fx.tracing.arguments import all_values, leaves
-from pdp_fx.tracing.leaves import has_backward_hooks, is_whole
+from pdp_fx.tracing.arguments import all_values
+from pdp_fx.tracing.leaves import has_backward_hooks, is_whole, why_compiled
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
-from pdp_fx.tracing.shapes import Facts, by_depth, check_step, structure_of
+from pdp_fx.tracing.shapes import Facts
 from pdp_fx.tracing.steps import (
-    DIFFERS_BY_MODE,
     Expr,
     Step,
     UnrecordableError,
     Whole,
     is_ragged,
 )
-from pdp_fx.tracing.structure import attributes, is_record, place_of_number, plain_leaves, tensors
+from pdp_fx.tracing.structure import attributes, plain_leaves, tensors
+from pdp_fx.tracing.unseen import has_hooks, heed, refuse_numbers
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -39,7 +39,7 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
     whole = Whole(path)
     lent, opaque = recorder.origins.lends(module), whole in recorder.findings.opaque
     layer = is_whole(module) and not lent
-    if opaque or not layer:
+    if opaque or not layer or has_hooks(module):
         # What was drawn before is not drawn by the module; a layer of torch draws nothing outside torch.
         recorder.check_drawn()
     if lent and opaque:
@@ -48,7 +48,7 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
     if opaque or layer:
         with recorder.silent():
             step = recorder.step("call_module", path, args, kwargs)
-            step.reason = recorder.findings.opaque.get(whole, "")
+            step.reason = recorder.findings.opaque.get(whole, why_compiled(module))
             return _whole(recorder, step, call, (module, *args), kwargs)
     if has_backward_hooks(module):
         raise UnrecordableError("has hooks that are called with its gradients", whole)
@@ -195,7 +195,8 @@ def _whole(
         alone: a function that may use nothing but its arguments, or None.
     """
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
-    given = plain_leaves((args, kwargs)) if step.reason else []
+    unseen = bool(step.reason) or has_hooks(args[0] if args else None)
+    given = plain_leaves((args, kwargs)) if unseen else []
     operands = list(tensors((args, kwargs)))
     buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []
     versions = [version_of(buffer) for buffer in buffers]
@@ -203,35 +204,21 @@ def _whole(
     if alone is not None:
         _check_given(recorder, alone, step, operands, result, owned)
     step.updates |= versions != [version_of(buffer) for buffer in buffers]
-    if step.reason:
+    if unseen:
         recorder.watch.allow_drawn()
     # What a part that is kept whole has seen of sizes that depend on numbers, it has seen of numbers.
     ragged = recorder.watch.ragged or any(map(is_ragged, all_values((step.args, step.kwargs))))
-    if recorder.watch.read_numbers or (step.reason and ragged):
-        step.reads_numbers = bool(step.reason)
-        _check_numbers(step, result)
-        if step.reason and given != plain_leaves((args, kwargs)):
-            why = f"gives {step.called} something to change that is no tensor"
-            raise UnrecordableError(why, Whole(recorder.scope.path))
+    if recorder.watch.read_numbers or (unseen and ragged):
+        step.reads_numbers = unseen
+        refuse_numbers(step, result)
+    if given != (plain_leaves((args, kwargs)) if unseen else []):
+        why = f"gives {step.called} something to change that is no tensor"
+        raise UnrecordableError(why, Whole(recorder.scope.path))
     sizes = _sizes_given(recorder, step, result, operands)
     result = recorder.commit(step, result, changed)
-    if step.reason and step.reason != DIFFERS_BY_MODE:
-        _check_structure(recorder, step, result, sizes)
+    if unseen:
+        heed(recorder, step, result, sizes)
     return result
-
-
-def _check_numbers(step: Step, result: Any) -> None:
-    """Refuse numbers and texts in the result of a step that reads numbers: they would become constants."""
-    # A record's number may be its default by chance.
-    found = plain_leaves(result) if is_record(result) else leaves(result)
-    if any(isinstance(leaf, bool | int | float) for leaf in found):
-        place = place_of_number(result)
-        where = f" (in its result at {place})" if place else ""
-        raise UnrecordableError(
-            f"gets a number from {step.called}{where} that may depend on numbers in a tensor"
-        )
-    if isinstance(result, str):
-        raise UnrecordableError(f"gets a text from {step.called} that may depend on numbers in a tensor")
 
 
 def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[torch.Tensor]) -> Facts:
@@ -247,10 +234,3 @@ def _sizes_given(recorder: Recorder, step: Step, result: Any, operands: list[tor
             step.ragged = False
             return [(Expr(operator.eq, (Expr("size", (step,)), Expr("size", (value,)))), True)]
     return []
-
-
-def _check_structure(recorder: Recorder, step: Step, result: Any, sizes: Facts) -> None:
-    """Add a check that a part which is kept whole returns the same structure as in this run."""
-    message = f"{step.called} returned something else than when it was traced"
-    for facts in by_depth(structure_of(step, result) + sizes):
-        recorder.steps.append(check_step(facts, message, step.scope, step.source))

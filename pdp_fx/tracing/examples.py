@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 
 from pdp_fx.errors import TraceError
-from pdp_fx.tracing.structure import fresh_copy, kind_of_tensor, mapped, tensors
+from pdp_fx.tracing.structure import fresh_copy, kind_of_tensor, mapped, tags, tensors
 
 ExampleInputs = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -413,10 +413,10 @@ def example_call(example_inputs: object) -> ExampleCall:
             "the model; give what copy.deepcopy can copy"
         ) from err
     for tensor in tensors((call.args, call.kwargs)):
-        tags = [name for name in vars(tensor) if not name.startswith("_")]
-        if tags and type(tensor) is torch.Tensor:
+        tag = next(iter(tags(tensor)), None)
+        if tag is not None:
             raise TraceError(
-                f"an example input has an attribute {tags[0]!r} of its own, which a graph does not see; give "
+                f"an example input has an attribute {tag!r} of its own, which a graph does not see; give "
                 "it as another input"
             )
     return call

@@ -116,12 +116,25 @@ def only_looks(name: str, arguments: int) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a torch function; for the getter of a tensor's property, the property's name."""
+    """The name of a torch function; for the getter of a tensor's property, the property's name.
+
+    That of an operator that is not torch's own tells where it is from, for it may be called as a function of
+    torch is.
+    """
+    if is_custom(function):
+        return str(function)
     name = _MISNAMED.get(function) or getattr(function, "__name__", type(function).__name__)
     if name not in ("__get__", "__set__"):
         return name
     owner: Any = getattr(function, "__self__", None)
     return getattr(owner.fget if isinstance(owner, property) else owner, "__name__", name)
+
+
+def is_custom(function: object) -> bool:
+    """Whether this is an operator that is not torch's own, as `torch.library` defines them."""
+    if not isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return False
+    return function.__module__ not in ("torch._ops.aten", "torch._ops.prims")
 
 
 def is_getter(function: Callable[..., Any]) -> bool:

@@ -38,9 +38,14 @@ def is_leaf(module: nn.Module) -> bool:
 
     `torch.nn` defines it and it is not a container, or TorchScript has compiled it.
     """
-    if isinstance(module, torch.jit.ScriptModule):
+    if why_compiled(module):
         return True
     return is_layer(module) and not has_own_forward(module) and not _computes_weights(module)
+
+
+def why_compiled(module: nn.Module) -> str:
+    """Why a module that is no layer cannot be looked into: TorchScript has compiled it; empty of others."""
+    return "is compiled by TorchScript" if isinstance(module, torch.jit.ScriptModule) else ""
 
 
 def is_layer(module: nn.Module) -> bool:

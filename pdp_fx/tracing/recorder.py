@@ -59,6 +59,7 @@ from pdp_fx.tracing.steps import (
 )
 from pdp_fx.tracing.structure import has_tensors, kind_of_tensor, tensors
 from pdp_fx.tracing.time_limit import TooLongError
+from pdp_fx.tracing.unseen import heed, refuse_numbers
 from pdp_fx.tracing.watch import Watch
 
 Call = Callable[..., Any]
@@ -199,7 +200,13 @@ class Recorder:
             step.ragged = not self._is_sized_otherwise(name, step, operands, result)
         if not has_tensors(result) and not changed:
             return self._number(name, result, step)
-        return self.commit(step, result, changed)
+        custom = functions.is_custom(function)
+        if custom:
+            refuse_numbers(step, result)
+        result = self.commit(step, result, changed)
+        if custom or isinstance(function, Apply):
+            heed(self, step, result, [])
+        return result
 
     def _drawn_number(self, tensor: torch.Tensor) -> torch.Tensor:
         """A random number read from a tensor, as a tensor that compares and computes as the number does."""

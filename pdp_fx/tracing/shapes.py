@@ -1,7 +1,8 @@
-"""Checks, as steps of a graph, of the structure of nested containers.
+"""Checks, as steps of a graph, of what nested containers and objects hold besides tensors.
 
-A graph reads the parts that were there when it was recorded. If a list is longer or a tensor is missing in
-another run, the graph must fail instead of ignoring the difference.
+A graph reads the parts that were there when it was recorded, and a number or text among them is a constant in
+it. If a list is longer, a tensor is missing or a number is another one in another run, the graph must fail
+instead of ignoring the difference.
 """
 
 import operator
@@ -10,27 +11,54 @@ from typing import Any
 
 import torch
 
+from pdp_fx.tracing.objects import Held
 from pdp_fx.tracing.steps import Expr, Scope, Step, Value
-from pdp_fx.tracing.structure import children
+from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors, is_opaque, tags
 
 Facts = list[tuple[Value, Any]]
 
 
-def structure_of(value: Value, example: Any) -> Facts:
-    """The facts about a value structured like ``example``: lengths of containers, and parts that are None.
+def structure_of(value: Value, example: Any, numbers: bool, around: frozenset[int] = frozenset()) -> Facts:
+    """The facts about a value structured like ``example``: all in it but what is in its tensors.
 
-    Texts and truth values are among them, for code may go by these.
+    That is how long containers are, which parts are None, and numbers, texts, dtypes and the like, for code
+    may go by these.
+
+    Args:
+        value: the value.
+        example: what it is in the run that is recorded.
+        numbers: whether numbers are among the facts; those that depend on data are no facts.
+        around: the containers and objects that the example is in.
     """
-    if example is None or isinstance(example, torch.Tensor):
-        return [(Expr(operator.is_, (value, None)), example is None)]
-    if isinstance(example, str | bool):
-        return [(Expr(operator.eq, (value, example)), True)]
-    if not isinstance(example, list | tuple | Mapping):
+    example = as_base(example)
+    if example is None:
+        return [(Expr(operator.is_, (value, None)), True)]
+    if isinstance(example, int | float | complex) and not isinstance(example, bool) and not numbers:
         return []
-    facts = [length_of(value, example)]
-    for _, key, part in children(example):
-        facts += structure_of(Expr(operator.getitem, (value, key)), part)
+    if isinstance(example, (*BASE_TYPES, slice)):
+        return [(Expr(operator.eq, (value, example)), True)]
+    if is_opaque(example) or _has_odd_keys(example):
+        return [(Expr(operator.eq, (value, Expr(Held(example), ()))), True)]
+    if id(example) in around:
+        return []
+    facts: Facts = []
+    parts = children(example)
+    if isinstance(example, list | tuple | Mapping):
+        facts.append(length_of(value, example))
+    elif isinstance(example, torch.Tensor):
+        facts.append((Expr(operator.is_, (value, None)), False))
+        parts = (("attribute", name, part) for name, part in tags(example).items())
+    for how, key, part in parts:
+        reached = Expr(getattr if how == "attribute" else operator.getitem, (value, key))
+        facts += structure_of(reached, part, numbers, around | {id(example)})
     return facts
+
+
+def _has_odd_keys(example: Any) -> bool:
+    """Whether this is a mapping without tensors whose keys cannot be written down in code."""
+    if not isinstance(example, Mapping) or has_tensors(example):
+        return False
+    return not all(isinstance(key, BASE_TYPES) for key in example)
 
 
 def by_depth(facts: Facts) -> list[Facts]:

@@ -144,6 +144,12 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     yield from _leaves(value, (torch.Tensor,), set())
 
 
+def tags(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that code has given a tensor of no class of its own, beside those that it hides."""
+    named = vars(tensor) if type(tensor) is torch.Tensor else {}
+    return {name: value for name, value in named.items() if not name.startswith("_")}
+
+
 def hiding_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
     """Parts of a structure with tensors that are no parts of it: sets, functions, modules and the like."""
     seen = set() if seen is None else seen
@@ -232,8 +238,9 @@ def in_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The memory of a tensor, or of the values of a sparse one."""
-    return in_memory(tensor)[0].untyped_storage()
+    """The memory of a tensor, or of the values of a sparse one; asking for it is seen by no function mode."""
+    with torch._C.DisableTorchFunction():
+        return in_memory(tensor)[0].untyped_storage()
 
 
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -152,7 +152,8 @@ class Watch(TorchDispatchMode):
     def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result: Any = func(*args, **kwargs)
         self._follow_ragged(func, args, kwargs, result)
-        self.read_numbers = self.read_numbers or func is torch.ops.aten._local_scalar_dense.default
+        # As those do that read one number, or compare all.
+        self.read_numbers = self.read_numbers or isinstance(result, bool | int | float | complex)
         self.updates = self.updates or _updates(func, args)
         if torch.Tag.nondeterministic_seeded in func.tags and _on_accelerator(result):
             self.random = True
