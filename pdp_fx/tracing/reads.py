@@ -62,8 +62,9 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     result = recorder.function(function, args, kwargs)
     if name == "squeeze" and len(args) + len(kwargs) == 1:
         _hold_rank(recorder, result)
-    if name in ("split", "unbind", "chunk"):
-        _check_parts(recorder, (*args[1:], *kwargs.values()) if name == "split" else (), result)
+    kind = name.partition(".")[0].removeprefix("unsafe_")
+    if kind in ("split", "unbind", "chunk"):
+        _check_parts(recorder, (*args[1:], *kwargs.values()) if kind == "split" else (), result)
     return result
 
 

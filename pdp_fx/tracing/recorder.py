@@ -27,7 +27,7 @@ from pdp_fx.tracing.dtypes import Dtypes
 from pdp_fx.tracing.expressions import only_assigns
 from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.objects import Apply
+from pdp_fx.tracing.objects import Apply, AsSubclass
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.selecting import says, selection
@@ -204,7 +204,7 @@ class Recorder:
         if custom:
             refuse_numbers(step, result)
         result = self.commit(step, result, changed)
-        if custom or isinstance(function, Apply):
+        if custom or isinstance(step.target, Apply | AsSubclass):
             heed(self, step, result, [])
         return result
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import modules
 
 from pdp_fx.tracing.arguments import leaves
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step, structure_of
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 
 
 def has_hooks(module: object) -> bool:
-    """Whether a module calls hooks around its ``forward``."""
-    return isinstance(module, nn.Module) and bool(module._forward_pre_hooks or module._forward_hooks)
+    """Whether a module calls hooks around its ``forward``, its own or those of all modules."""
+    if not isinstance(module, nn.Module):
+        return False
+    of_all = modules.module._global_forward_pre_hooks or modules.module._global_forward_hooks
+    return bool(of_all or module._forward_pre_hooks or module._forward_hooks)
 
 
 def refuse_numbers(step: Step, result: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdp_fx import TraceError
@@ -203,6 +204,20 @@ def test_a_number_that_a_hook_of_a_layer_reads_does_not_become_a_constant() -> N
     assert agree_or_refuse(gm, around, 5, 7, 12) == 0
 
 
+def test_a_size_that_a_hook_of_all_modules_leaves_is_insisted_on() -> None:
+    model = LooksAtHook()
+
+    def leave(module: nn.Module, x: Any, result: Tensor) -> None:
+        if isinstance(module, nn.Linear):
+            leave_size(module, x, result)
+
+    handle = modules.module.register_module_forward_hook(leave)
+    try:
+        assert agree_or_refuse(trace(model, torch.randn(2, 5, 4)), model, 5, 7, 12) == 2
+    finally:
+        handle.remove()
+
+
 def with_gradients(layer: nn.Module) -> nn.Module:
     layer.register_full_backward_hook(lambda *_: None)
     return layer
@@ -300,6 +315,31 @@ def of_leaves(x: Tensor) -> Tensor:
     return x * LEFT.number
 
 
+class LeavesToo(Tensor):
+    """Leaves a size where it is multiplied."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.mul:
+            LEFT.number = args[0].shape[1]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def of_subclass(x: Tensor) -> Tensor:
+    x = (x.as_subclass(LeavesToo) * 1.0).as_subclass(Tensor)
+    return x * LEFT.number
+
+
+def of_unbind(x: Tensor) -> Tensor:
+    parts = torch.ops.aten.unbind.int(x, 1)
+    return parts[0] * len(parts)
+
+
+def of_unsafe_split(x: Tensor) -> Tensor:
+    parts = torch.unsafe_split(x, 1, 1)
+    return parts[0] * len(parts)
+
+
 LIBRARY = torch.library.Library("unseen", "DEF")
 LIBRARY.define("split(Tensor x) -> Tensor[]")
 LIBRARY.impl("split", lambda x: [row * 1.0 for row in x.unbind(1)], "CompositeExplicitAutograd")
@@ -326,7 +366,9 @@ class Calls(nn.Module):
         return self.last(self.function(self.first(x)))
 
 
-@pytest.mark.parametrize("function", [of_sized, of_apart, of_leaves, of_split])
+@pytest.mark.parametrize(
+    "function", [of_sized, of_apart, of_leaves, of_subclass, of_split, of_unbind, of_unsafe_split]
+)
 def test_what_functions_give_back_and_leave_is_checked(function: Callable[[Tensor], Tensor]) -> None:
     model = Calls(function)
     assert agree_or_refuse(trace(model, torch.randn(2, 5, 4)), model, 5, 7, 12) == 2
