@@ -64,7 +64,7 @@ class Origins:
         self._aliases: dict[int, list[TensorWeakRef]] = {}
         self._constants: dict[int, Constant] = {}
         self.unseen: list[torch.Tensor] = []
-        self._objects: dict[int, tuple[Any, Value, tuple[int, ...]]] = {}
+        self._objects: dict[int, tuple[Any, Value, list[Any]]] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor is; one that existed before the run is a constant.
@@ -139,13 +139,14 @@ class Origins:
     def object(self, thing: Any) -> Value | None:
         """The value of a container or object that a step returned whole and that is unchanged; else None."""
         known = self._objects.get(id(thing))
-        if known is None or known[0] is not thing or known[2] != _fingerprint(thing):
+        if known is None or known[0] is not thing or not _has_parts(thing, known[2]):
             return None
         return known[1]
 
     def remember(self, thing: Any, value: Value) -> None:
         """Note the value that a container or object is, by its identity."""
-        self._objects[id(thing)] = (thing, value, _fingerprint(thing))
+        parts = [TensorWeakRef(part) if isinstance(part, torch.Tensor) else part for part in _parts(thing)]
+        self._objects[id(thing)] = (thing, value, parts)
 
     def adopt(self, result: Any, value: Value, changed: tuple[torch.Tensor, ...] = ()) -> Any:
         """Remember where the tensors in a result come from; returns the result to hand to the model.
@@ -227,8 +228,32 @@ class Origins:
         return [owner for owner in owners if owner is not None]
 
 
-def _fingerprint(container: Any) -> tuple[int, ...]:
-    return tuple(id(part) for _, _, part in children(container))
+def _parts(thing: Any) -> list[Any]:
+    """All that is in a container or object, at any depth."""
+    found, todo, seen = list[Any](), [thing], set[int]()
+    while todo:
+        part = todo.pop()
+        if id(part) in seen or isinstance(part, (torch.Tensor, *BASE_TYPES)):
+            continue
+        seen.add(id(part))
+        inner = [each for _, _, each in children(part)]
+        found += inner
+        todo += inner
+    return found
+
+
+def _has_parts(thing: Any, noted: list[Any]) -> bool:
+    """Whether these are the parts of a container or object, of which tensors are noted by weak references."""
+    parts = _parts(thing)
+    were = [ref() if isinstance(ref, TensorWeakRef) else ref for ref in noted]
+    return len(parts) == len(were) and all(map(_are_one, parts, were))
+
+
+def _are_one(part: Any, other: Any) -> bool:
+    if isinstance(part, BASE_TYPES):
+        # A `torch.Size` makes its numbers anew each time.
+        return type(part) is type(other) and bool(part == other)
+    return part is other
 
 
 def _is_of_function(tensor: torch.Tensor) -> bool:

@@ -398,3 +398,31 @@ def test_a_comparison_of_all_numbers_reads_them() -> None:
         model.first.bias.abs_()
     with pytest.raises(TraceError, match="found in data in part must get past the graph"):
         trace(model, torch.rand(2, 5, 4))
+
+
+def detect(x: Tensor) -> list[dict[str, Any]]:
+    return [{"boxes": x * 1.0} if x.sum() > -1e9 else {}]
+
+
+class Rescales(nn.Module):
+    """Writes into a part of what a part that is kept whole has given, and returns all of it.
+
+    With examples of length five, what it writes is what was there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[dict[str, Any]]:
+        found = detect(self.first(x))
+        found[0]["boxes"] = found[0]["boxes"] * (x.shape[1] / 5)
+        return found
+
+
+def test_what_is_written_into_a_part_of_a_result_is_in_the_graph() -> None:
+    model = Rescales()
+    gm = trace(model, torch.randn(2, 5, 4))
+    for length in (5, 9):
+        x = torch.randn(2, length, 4)
+        assert torch.equal(gm(x)[0]["boxes"], model(x)[0]["boxes"])
