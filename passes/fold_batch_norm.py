@@ -28,6 +28,7 @@ from pdp_fx.ops.folding import Fold, Unfolded, layer_at, norm_at
 from pdp_fx.ops.kinds import attribute
 from pdp_fx.passes.harden_masks import swap_tensors
 from pdp_fx.tracing.functions import METADATA, SIZES
+from pdp_fx.tracing.leaves import has_hooks
 
 BIAS = 2
 """The place of the bias among the arguments of a convolution or linear function."""
@@ -111,12 +112,8 @@ def _foldable(gm: fx.GraphModule, norm: fx.Node, uses: Counter[int]) -> Pair | N
     if after is None or layer is None or before is None or before.fold is None:
         return None
     alone = len(layer.users) == 1 and all(uses[id(part)] == 1 for part in (*before.parts, *after.parts))
-    hooked = any(_has_hooks(part) for part in (*before.parts, *after.parts) if isinstance(part, nn.Module))
+    hooked = any(has_hooks(part) for part in (*before.parts, *after.parts) if isinstance(part, nn.Module))
     return Pair(layer, norm, before, after, before.fold) if alone and not hooked else None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(vars(module)[table] for table in ("_forward_hooks", "_forward_pre_hooks"))
 
 
 def _on_channels(gm: fx.GraphModule, pairs: list[Pair], ctx: Context) -> list[Pair]:

@@ -18,6 +18,7 @@ from pdp_fx.errors import StateError
 from pdp_fx.example_inputs import fresh, matching, trial
 from pdp_fx.passes.verify_equivalence import relative_difference
 from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.leaves import has_hooks
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.structure import tensors
 
@@ -74,7 +75,7 @@ def _changed(module: nn.Module) -> bool:
     """Whether a module calls more than its class says: hooks, or a forward that was set on it."""
     # What `torch.compile` returns has its own forward there.
     patched = "forward" in vars(module) and type(module).__name__ != "OptimizedModule"
-    return patched or bool(module._forward_hooks or module._forward_pre_hooks)
+    return patched or has_hooks(module)
 
 
 @contextmanager

@@ -1165,6 +1165,31 @@ def test_what_a_hook_has_kept_of_the_last_forward_is_no_obstacle() -> None:
     assert difference(prepared.eval(), pdp_fx.convert(prepared), x) < 1e-6
 
 
+def adds_one(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output + 1
+
+
+def keeps_output(module: nn.Module, inputs: object, output: Tensor) -> None:
+    vars(module)["kept"] = output.detach()
+
+
+@pytest.mark.parametrize("hook", [adds_one, keeps_output])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8)])
+def test_what_a_hook_adds_to_a_norm_is_0_for_no_channel(hook: Callable[..., object], norm: nn.Module) -> None:
+    """A mask that the norm takes makes its own result 0, not what the hook makes of it."""
+    norm = copy.deepcopy(norm)
+    norm.register_forward_hook(hook)
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 3))
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    x = torch.randn(5, 8)
+    prepared = pruned(model, Channels(0.5), x).eval()
+    converted = pdp_fx.convert(prepared)
+    assert converted.get_parameter("0.weight").shape == (4, 8)
+    assert difference(prepared, converted, x) < 1e-6
+
+
 class Locked(nn.Module):
     """Decides by its data, and holds what cannot be copied."""
 

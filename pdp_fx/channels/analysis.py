@@ -140,7 +140,8 @@ def observe(
     computed = {by.node: by for by in stand_ins}
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:
-        if node.op == "call_module" or node.target in NORMS:
+        hooked = node.op == "call_module" and gm.get_submodule(str(node.target))._forward_hooks
+        if node.target in NORMS or (node.op == "call_module" and not hooked):
             _settle_norm(flow, result)
         note_varying(gm, node, flow.record, flow.drew)
         check_sizes(gm, node, flow, result)
@@ -154,12 +155,12 @@ def observe(
 
     def can_mask(node: fx.Node) -> bool:
         if node.op == "call_module":
-            kind = kind_of(gm.get_submodule(str(node.target)))
-            over = getattr(gm.get_submodule(str(node.target)), "normalized_shape", ())
+            module = gm.get_submodule(str(node.target))
+            kind, over = kind_of(module), getattr(module, "normalized_shape", ())
             return kind is not None and kind.takes_mask and len(over) < 2
         return node.target in MASKED and not (node.target in NORMS and _is_over_several(node, flow))
 
-    output = run(gm, inputs, flow, after, can_mask)
+    output = run(gm, inputs, flow, after, can_mask, _settle_norm)
     return Observed(flow.record, output)
 
 

@@ -33,9 +33,15 @@ class _FlowInterpreter(Interpreter):
     """Runs the graph and tells the flow which node is running."""
 
     def __init__(
-        self, gm: fx.GraphModule, flow: LabelFlow, after: After, can_mask: Callable[[fx.Node], bool]
+        self,
+        gm: fx.GraphModule,
+        flow: LabelFlow,
+        after: After,
+        can_mask: Callable[[fx.Node], bool],
+        settle: Callable[[LabelFlow, Any], None],
     ) -> None:
         super().__init__(gm)
+        self.settle = settle
         self.flow = flow
         self.unused = _repairs_in_training(gm.graph)
         self.after = after
@@ -83,11 +89,23 @@ class _FlowInterpreter(Interpreter):
             self.meet(node)
         module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
         unfused = unfused_recurrence if isinstance(module, nn.LSTM) else contextlib.nullcontext
-        with unfused():
+        with unfused(), self.ahead_of_hooks(module):
             result = super().run_node(node)
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             self.bind_state(str(node.target), module)
         return result
+
+    @contextlib.contextmanager
+    def ahead_of_hooks(self, module: Any) -> Generator[None, None, None]:
+        """Settle what a module computes before its own hooks get it; they may compute more."""
+        if not isinstance(module, nn.Module) or not module._forward_hooks:
+            yield
+            return
+        settled = module.register_forward_hook(lambda _, __, made: self.settle(self.flow, made), prepend=True)
+        try:
+            yield
+        finally:
+            settled.remove()
 
     def bind_state(self, path: str, module: nn.Module) -> None:
         """Tie what a recurrent module makes to what it reads as its state, which one step does not show.
@@ -242,6 +260,7 @@ def run(
     flow: LabelFlow,
     after: After,
     can_mask: Callable[[fx.Node], bool],
+    settle: Callable[[LabelFlow, Any], None],
 ) -> Any:
     """Run ``gm`` on ``inputs`` in eval mode and return its output.
 
@@ -251,9 +270,10 @@ def run(
         flow: moves the labels.
         after: called after each node with the node, ``flow`` and the result.
         can_mask: whether a node is a norm that can be given a mask.
+        settle: called with ``flow`` and what a layer gives to its hooks.
     """
     placed = place_arguments(gm, inputs)
     # Otherwise autocast would reuse earlier casts of weights, tensors that carry no labels.
     torch.clear_autocast_cache()
     with blocks_ended(), evaluating(gm), gradients_if_taken(gm), flow:
-        return _FlowInterpreter(gm, flow, after, can_mask).run(*placed)
+        return _FlowInterpreter(gm, flow, after, can_mask, settle).run(*placed)

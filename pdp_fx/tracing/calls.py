@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.arguments import all_values
-from pdp_fx.tracing.leaves import has_backward_hooks, is_whole, why_compiled
+from pdp_fx.tracing.leaves import has_backward_hooks, has_hooks, is_whole, why_compiled
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
 from pdp_fx.tracing.shapes import Facts
 from pdp_fx.tracing.steps import (
@@ -27,7 +27,7 @@ from pdp_fx.tracing.steps import (
     is_ragged,
 )
 from pdp_fx.tracing.structure import attributes, plain_leaves, tensors
-from pdp_fx.tracing.unseen import has_hooks, heed, refuse_numbers
+from pdp_fx.tracing.unseen import heed, refuse_numbers
 from pdp_fx.tracing.watch import storage_of
 
 
@@ -195,7 +195,7 @@ def _whole(
         alone: a function that may use nothing but its arguments, or None.
     """
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
-    unseen = bool(step.reason) or has_hooks(args[0] if args else None)
+    unseen = bool(step.reason) or (step.op == "call_module" and has_hooks(args[0]))
     given = plain_leaves((args, kwargs)) if unseen else []
     operands = list(tensors((args, kwargs)))
     buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []

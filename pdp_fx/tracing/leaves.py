@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import modules
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 _CONTAINERS = (
@@ -52,6 +53,12 @@ def is_layer(module: nn.Module) -> bool:
     """Whether `torch.nn` defines a module, and it is not a container."""
     home = type(module).__module__
     return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module calls hooks around its ``forward``, its own or those of all modules."""
+    of_all = modules.module._global_forward_pre_hooks or modules.module._global_forward_hooks
+    return bool(of_all or module._forward_pre_hooks or module._forward_hooks)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.nn import modules
 
 from pdp_fx.tracing.arguments import leaves
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step, structure_of
@@ -19,14 +17,6 @@ from pdp_fx.tracing.structure import is_record, place_of_number, plain_leaves
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
-
-
-def has_hooks(module: object) -> bool:
-    """Whether a module calls hooks around its ``forward``, its own or those of all modules."""
-    if not isinstance(module, nn.Module):
-        return False
-    of_all = modules.module._global_forward_pre_hooks or modules.module._global_forward_hooks
-    return bool(of_all or module._forward_pre_hooks or module._forward_hooks)
 
 
 def refuse_numbers(step: Step, result: Any) -> None:
