@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pdp_fx.tracing.given import Tensors, Uses, place_of, plain_parts, reached
+from pdp_fx.tracing.given import Tensors, Uses, place_of, plain_parts
 from pdp_fx.tracing.replacing import replaced
-from pdp_fx.tracing.shapes import Facts
+from pdp_fx.tracing.shapes import Facts, reached
 from pdp_fx.tracing.sizes import Live
 from pdp_fx.tracing.source import is_ours
 from pdp_fx.tracing.steps import Expr, Step, Value

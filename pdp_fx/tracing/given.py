@@ -10,13 +10,12 @@ import torch
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.examples import ExampleCall, is_batch
 from pdp_fx.tracing.objects import Held
-from pdp_fx.tracing.shapes import Facts, check_step, length_of
+from pdp_fx.tracing.shapes import Facts, check_step, length_of, reached
 from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Scope, Step, Value
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
     as_base,
     attributes,
-    children,
     has_tensors,
     is_object,
     is_opaque,
@@ -132,12 +131,6 @@ def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
     if not isinstance(example, list | tuple | Mapping) and not is_record(example):
         return []
     return reached(value, example)
-
-
-def reached(value: Value, example: Any) -> list[tuple[Value, Any]]:
-    """The parts of a container or object, and how to reach them."""
-    reach = {"item": operator.getitem, "attribute": getattr}
-    return [(Expr(reach[kind], (value, key)), part) for kind, key, part in children(example)]
 
 
 def batch_sizes(given: Tensors, size: int | None) -> Facts:

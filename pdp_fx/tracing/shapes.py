@@ -42,16 +42,21 @@ def structure_of(value: Value, example: Any, numbers: bool, around: frozenset[in
     if id(example) in around:
         return []
     facts: Facts = []
-    parts = children(example)
+    parts = reached(value, example)
     if isinstance(example, list | tuple | Mapping):
         facts.append(length_of(value, example))
     elif isinstance(example, torch.Tensor):
         facts.append((Expr(operator.is_, (value, None)), False))
-        parts = (("attribute", name, part) for name, part in tags(example).items())
-    for how, key, part in parts:
-        reached = Expr(getattr if how == "attribute" else operator.getitem, (value, key))
-        facts += structure_of(reached, part, numbers, around | {id(example)})
+        parts = [(Expr(getattr, (value, name)), part) for name, part in tags(example).items()]
+    for inner, part in parts:
+        facts += structure_of(inner, part, numbers, around | {id(example)})
     return facts
+
+
+def reached(value: Value, example: Any) -> list[tuple[Value, Any]]:
+    """The parts of a container or object, and how to reach them."""
+    reach = {"item": operator.getitem, "attribute": getattr}
+    return [(Expr(reach[kind], (value, key)), part) for kind, key, part in children(example)]
 
 
 def _has_odd_keys(example: Any) -> bool:
