@@ -158,7 +158,7 @@ def _trace_until_nothing_lasts(
         findings = Findings(lasting=lasting, apart=apart, asked_for=needed)
         with noting_changes() as changes:
             try:
-                gm = _traced(model, example, findings, watch)
+                gm, findings = _traced(model, example, findings, watch)
             except InexactError as err:
                 lasting |= _culprits(model, example, lasting, err)
                 continue
@@ -170,8 +170,8 @@ def _trace_until_nothing_lasts(
         if findings.sizes.read:
             held = wrong_sizes(gm, model, example)
             if held:
-                findings = findings.anew(replace(findings.sizes, held=held))
-                gm = _traced(model, example, findings, watch)
+                held_to = findings.with_checks(sizes=replace(findings.sizes, held=held))
+                gm, findings = _traced(model, example, held_to, watch)
             gm = _for_other_batches(gm, model, example, findings, watch)
         kept = remembering(gm, model, example, changes, lasting)
         lasting |= kept
@@ -233,14 +233,17 @@ def _culprits(
 
 def _traced(
     model: nn.Module, example: ExampleCall, findings: Findings, watch: Runner | None
-) -> fx.GraphModule:
-    """Trace; if that fails, trace again with less of the model followed.
+) -> tuple[fx.GraphModule, Findings]:
+    """Trace; if that fails, trace again with less of the model followed, or with more checks.
 
     A number that remembers how it was computed, for example, fails where code asks whether a type is exactly
     int, or where Python needs a plain number.
+
+    Returns:
+        The graph, and the findings that it was made with.
     """
     try:
-        return _trace_by_recording(model, example, findings, watch)
+        return _trace_by_recording(model, example, findings, watch), findings
     except Exception as err:
         plainer = findings.plainer(err)
         if plainer is None:
@@ -292,7 +295,8 @@ def _held_to_batch(
     """A graph that accepts the batch size of the example only."""
     _log.warning("the graph is held to a batch of %d", example.batch)
     sizes = Sizes(batch=example.batch, held=findings.sizes.held)
-    return _traced(model, example, findings.anew(sizes), watch)
+    gm, _ = _traced(model, example, findings.with_checks(sizes=sizes), watch)
+    return gm
 
 
 def _from_other_batch(
@@ -300,7 +304,7 @@ def _from_other_batch(
 ) -> fx.GraphModule | None:
     """The graph of the model traced on ``other``, if it is right for ``example``, too; else None."""
     try:
-        gm = _traced(model, other, findings.anew(Sizes(held=findings.sizes.held)), None)
+        gm, _ = _traced(model, other, findings.anew(Sizes(held=findings.sizes.held)), None)
         wanted = {training: reference(model, example, training) for training in MODES}
         if problem_of(gm, model, example, wanted, None) and not waive(gm, model, example, wanted):
             return None

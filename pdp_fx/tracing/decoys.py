@@ -43,7 +43,7 @@ def insist(model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
     Raises:
         InexactError: one is a number in a tensor of data, on which no graph can insist.
     """
-    for training in (False, True):
+    for training in () if findings.insists_enough else (False, True):
         known = findings.recording(training)
         if known is None or not (findings.sizes.read or any(is_read(s) or is_given(s) for s in known.steps)):
             continue
@@ -56,6 +56,7 @@ def insist(model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
             _log.warning("the graph insists on %s", ", ".join(map(_said, places)))
             findings.insisted |= set(places)
             return True
+    findings.insists_enough = True
     return False
 
 

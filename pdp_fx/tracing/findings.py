@@ -53,6 +53,7 @@ class Findings:
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
         insisted: where the model reads numbers of which Python makes plain ones unseen.
+        insists_enough: whether those have been looked for, and found.
         apart: whether inputs of one kind must be tensors of their own.
         asked_for: the modes, and the places among the tensors given, of those tensors that a mode does not
             use and does something else without.
@@ -77,6 +78,7 @@ class Findings:
     met_ragged: bool = False
     checks_ragged: bool = False
     insisted: frozenset[Place] = frozenset()
+    insists_enough: bool = False
     apart: bool = False
     asked_for: frozenset[tuple[bool, int]] = frozenset()
     unproven: frozenset[str] = frozenset()
@@ -85,7 +87,8 @@ class Findings:
 
     def __post_init__(self) -> None:
         for whole, reason in self.lasting.items():
-            self.keep_whole(whole, reason)
+            if whole not in self.tried:
+                self.keep_whole(whole, reason)
 
     def anew(self, sizes: Sizes | None = None) -> Findings:
         """The findings to trace the model anew with: ``lasting``, and these or the given ``sizes``."""
@@ -98,6 +101,10 @@ class Findings:
         made.put_in_eval, made.may_put_in_eval = self.put_in_eval, self.may_put_in_eval
         made.holds, made.alike, made.insisted = self.holds, self.alike, self.insisted
         return made
+
+    def with_checks(self, **more: Any) -> Findings:
+        """The findings to record the model again as it was, but for checks that these attributes ask for."""
+        return replace(self, _made={}, **more)
 
     def aside(self) -> Findings:
         """Findings to record with without adding to these."""
@@ -121,12 +128,12 @@ class Findings:
             return replace(self.anew(), unproven=self.unproven | lines)
         if isinstance(err, MixedModesError):
             held = err.together in self.alike
-            return None if held else replace(self.anew(), alike=self.alike | {err.together})
+            return None if held else self.with_checks(alike=self.alike | {err.together})
         if isinstance(err, SettingError):
             if err.setting is Setting.AUTOCAST and not self.as_if_cast:
                 return replace(self.anew(), as_if_cast=True)
             held = err.setting in self.holds or not err.can_be_held
-            return None if held else replace(self.anew(), holds=self.holds | {err.setting})
+            return None if held else self.with_checks(holds=self.holds | {err.setting})
         if self.put_in_eval:
             return replace(self.anew(), put_in_eval=frozenset[str](), may_put_in_eval=False)
         if self.follows_given and any(

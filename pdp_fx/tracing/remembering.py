@@ -62,9 +62,11 @@ def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: 
     for other in (*example.others(), example):
         compared = False
         # What is kept of the smaller call may limit the larger one.
-        for first, later in ((other, example), (example, other)):
+        for first, later in ((other, example), (example, other))[: 1 if other is example else 2]:
             calls = again(first, trains)
-            wanted, got = (_later(which, later, calls, training, model) for which in (model, gm))
+            # The graph comes first: it refuses what it does not take before it computes.
+            got = _later(gm, later, calls, training, model)
+            wanted = None if got is None else _later(model, later, calls, training, model)
             if wanted is not None and got is not None:
                 compared = True
                 if wanted.difference(got):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import attention
 
+from pdp_fx.tracing.half import WidenedHalf
 from pdp_fx.tracing.replacing import entries, wherever_named
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import live
@@ -77,7 +78,7 @@ class Question(NamedTuple):
             return _turned(given)
         if self.setting in _AUTOCAST:
             device = next((tensor.device.type for tensor in given), "cpu")
-            return torch.autocast(device, _AUTOCAST[self.setting])
+            return _cast_to(_AUTOCAST[self.setting], device)
         return torch.no_grad() if self.setting is Setting.NO_GRADIENTS else torch.inference_mode()
 
 
@@ -88,6 +89,13 @@ _AUTOCAST = {
     Setting.CAST_TO_HALF: torch.float16,
 }
 """The settings in which autocast is on, and its dtype."""
+
+
+@contextmanager
+def _cast_to(dtype: torch.dtype, device: str) -> Generator[None, None, None]:
+    """Autocast to this dtype on a device."""
+    with torch.autocast(device, dtype), WidenedHalf() if dtype is torch.float16 else nullcontext():
+        yield
 
 
 def _can_train(tensor: torch.Tensor) -> bool:

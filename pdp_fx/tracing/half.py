@@ -1,0 +1,30 @@
+"""Computing in float16 on CPUs, which convolve and multiply matrices in it up to a hundred times as slowly."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+_SLOW = {getattr(torch.ops.aten, name) for name in ("convolution", "mm", "addmm", "bmm", "baddbmm")}
+
+
+class WidenedHalf(TorchDispatchMode):
+    """Has operators that are slow in float16 compute in float32, and rounds their results to float16.
+
+    That is what a model and its graph are compared in where only dtypes matter, not how float16 adds up.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call an operator, in float32 if it is a slow one that is given float16 on a CPU."""
+        kwargs = kwargs or {}
+        if func.overloadpacket not in _SLOW or not any(map(_is_half, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(lambda each: each.float() if _is_half(each) else each, (args, kwargs))
+        return func(*args, **kwargs).half()
+
+
+def _is_half(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and given.dtype is torch.float16 and given.device.type == "cpu"

@@ -1,0 +1,42 @@
+"""Computing in float16 on a CPU, where it is slow, by way of float32."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdp_fx.tracing.half import WidenedHalf
+
+
+def _given(dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 3, 5, 5).to(dtype), torch.randn(4, 3, 3, 3).to(dtype), torch.randn(4).to(dtype)]
+
+
+def _computed(given: list[Tensor]) -> list[Tensor]:
+    images, weight, bias = given
+    made = functional.conv2d(images, weight, bias)
+    rows = functional.linear(made.flatten(2), torch.ones(6, 9).to(made), torch.ones(6).to(made))
+    return [made, rows, rows @ rows.mT, torch.mm(rows[0], rows[1].mT), made.relu()]
+
+
+def test_what_is_computed_in_float32_comes_back_in_float16() -> None:
+    with WidenedHalf():
+        got = _computed(_given(torch.float16))
+    assert all(each.dtype is torch.float16 for each in got)
+    for one, other in zip(got, _computed(_given(torch.float16)), strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
+    with WidenedHalf():
+        got = _computed(_given(dtype))
+    assert all(map(torch.equal, got, _computed(_given(dtype))))
+
+
+def test_gradients_flow_through() -> None:
+    given = [each.requires_grad_() for each in _given(torch.float16)]
+    with WidenedHalf():
+        functional.conv2d(*given).sum().backward()
+    assert all(each.grad is not None and each.grad.dtype is torch.float16 for each in given)
