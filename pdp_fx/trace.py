@@ -42,14 +42,14 @@ from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import with_default_numbers
 from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks, is_layer
-from pdp_fx.tracing.left_out import asked_for
+from pdp_fx.tracing.left_out import asked_for, not_needed_in_eval
 from pdp_fx.tracing.module import taken_name
 from pdp_fx.tracing.narrowing import Paths, culprits
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import all_is_written, noting_changes, preserved, unwritten
 from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
-from pdp_fx.tracing.resizing import wrong_sizes
+from pdp_fx.tracing.resizing import OtherSizes
 from pdp_fx.tracing.same_inputs import goes_by_same_inputs
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of, source_of
@@ -59,6 +59,7 @@ from pdp_fx.tracing.symbolic import symbolic_recording
 from pdp_fx.tracing.unfused import unfused_attention
 from pdp_fx.tracing.unmoved import unmoved_iterators
 from pdp_fx.tracing.unscripting import unscripted
+from pdp_fx.tracing.unseen import RETURNED
 from pdp_fx.tracing.verify import Runner, run, tried
 from pdp_fx.tracing.waiving import insists, waive
 from pdp_fx.tracing.writer import DECIDES
@@ -152,36 +153,45 @@ def _trace_until_nothing_lasts(
     model: nn.Module, example: ExampleCall, watch: Runner | None
 ) -> fx.GraphModule:
     """Trace again until every module that keeps state for its next call outside its buffers is kept whole."""
-    lasting: dict[Whole, str] = {}
-    apart, needed = False, frozenset[tuple[bool, int]]()
+    findings = Findings()
     while True:
-        findings = Findings(lasting=lasting, apart=apart, asked_for=needed)
         with noting_changes() as changes:
             try:
                 gm, findings = _traced(model, example, findings, watch)
             except InexactError as err:
-                lasting |= _culprits(model, example, lasting, err)
+                findings = findings.keeping(_culprits(model, example, findings.lasting, err))
                 continue
             except (TraceError, RecursionError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as err:  # noqa: BLE001 a model may raise anything
-                lasting |= _failing(model, lasting, err)
+                findings = findings.keeping(_failing(model, findings.lasting, err))
                 continue
+        left_out = not_needed_in_eval(model, example, findings)
+        if left_out:
+            findings = findings.once_more(left_out=findings.left_out | left_out, insists_enough=False)
+            continue
         if findings.sizes.read:
-            held = wrong_sizes(gm, model, example)
+            sizes = OtherSizes(gm, model)
+            held = sizes.wrong(example)
+            unlike = held or any(RETURNED in said for said in sizes.refused)
+            follows = findings.follows_returned or not findings.may_follow_returned
+            if unlike and findings.returns_numbers and not follows:
+                findings = findings.once_more(follows_returned=True, insists_enough=False)
+                continue
             if held:
-                held_to = findings.with_checks(sizes=replace(findings.sizes, held=held))
+                _log.warning("the graph is held to its sizes")
+                held_to = findings.once_more(sizes=replace(findings.sizes, held=held))
                 gm, findings = _traced(model, example, held_to, watch)
             gm = _for_other_batches(gm, model, example, findings, watch)
-        kept = remembering(gm, model, example, changes, lasting)
-        lasting |= kept
+        kept = remembering(gm, model, example, changes, findings.lasting)
         if kept:
+            findings = findings.keeping(kept)
             continue
-        missed = asked_for(gm, model, example, findings) - needed
-        alike = not apart and goes_by_same_inputs(gm, model, example)
+        missed = asked_for(gm, model, example, findings) - findings.asked_for
+        alike = not findings.apart and goes_by_same_inputs(gm, model, example)
         if not alike and not missed:
             return gm
-        apart, needed = apart or alike, needed | missed
+        findings = findings.once_more(apart=findings.apart or alike, asked_for=findings.asked_for | missed)
 
 
 def _failing(model: nn.Module, lasting: Mapping[Whole, str], err: Exception) -> dict[Whole, str]:
@@ -295,7 +305,7 @@ def _held_to_batch(
     """A graph that accepts the batch size of the example only."""
     _log.warning("the graph is held to a batch of %d", example.batch)
     sizes = Sizes(batch=example.batch, held=findings.sizes.held)
-    gm, _ = _traced(model, example, findings.with_checks(sizes=sizes), watch)
+    gm, _ = _traced(model, example, findings.once_more(sizes=sizes), watch)
     return gm
 
 

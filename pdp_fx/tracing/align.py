@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from pdp_fx.tracing.steps import Recording, Scope, Step, Whole
+from pdp_fx.tracing.steps import CHECKS, Recording, Scope, Step, Whole
 
 _NONE = frozenset[tuple[str, bool]]()
 
@@ -109,6 +109,10 @@ def opcodes(left: Sequence[Hashable], right: Sequence[Hashable]) -> Sequence[tup
 
 
 def kind_of_step(step: Step) -> Hashable:
-    """A key that steps share which do the same in the same call of a module, whatever they are given."""
+    """A key that steps share which do the same in the same call of a module, whatever they are given.
+
+    Checks do the same where they say the same if they fail.
+    """
     target = step.target if isinstance(step.target, str | Whole) else id(step.target)
-    return step.op, target, step.scope, len(step.args), tuple(step.kwargs)
+    said = step.args[1] if step.target in CHECKS else ""
+    return step.op, target, step.scope, len(step.args), tuple(step.kwargs), said

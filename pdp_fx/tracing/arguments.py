@@ -121,19 +121,28 @@ def _record(record: Any, encode: Callable[[Any], Any]) -> Expr:
     return Expr(type(record), (), {key: encode(part) for key, part in fields.items()})
 
 
-def stripped(arg: Any) -> Any:
-    """The argument with plain numbers in the place of live numbers."""
+def stripped(arg: Any, original: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """The argument with plain numbers in the place of live numbers.
+
+    Args:
+        arg: the argument.
+        original: gives the objects of which there are copies with live numbers, for these.
+    """
     if isinstance(arg, Live | YieldingFloat):
         return plain(arg)
     if isinstance(arg, slice):
         return slice(plain(arg.start), plain(arg.stop), plain(arg.step))
-    if isinstance(arg, BASE_TYPES) or not any(isinstance(leaf, Live | slice) for leaf in leaves(arg)):
+    if isinstance(arg, BASE_TYPES) or not any(
+        isinstance(leaf, Live | slice) or original(leaf) is not leaf for leaf in leaves(arg)
+    ):
         return arg
     if is_namedtuple(arg):
-        return type(arg)(*(stripped(part) for part in arg))
+        return type(arg)(*(stripped(part, original) for part in arg))
     if isinstance(arg, dict):
-        return {key: stripped(part) for key, part in arg.items()}
-    return type(arg)(stripped(part) for part in arg) if isinstance(arg, tuple | list) else arg
+        return {key: stripped(part, original) for key, part in arg.items()}
+    if isinstance(arg, tuple | list):
+        return type(arg)(stripped(part, original) for part in arg)
+    return original(arg)
 
 
 def leaves(tree: Any) -> list[Any]:

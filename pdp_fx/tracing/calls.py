@@ -18,6 +18,7 @@ from torch import nn
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.leaves import has_backward_hooks, has_hooks, is_whole, why_compiled
 from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
+from pdp_fx.tracing.returned import followed
 from pdp_fx.tracing.shapes import Facts
 from pdp_fx.tracing.steps import (
     Expr,
@@ -196,7 +197,7 @@ def _whole(
     """
     owned = frozenset[int]() if alone is None else recorder.watch.owned()
     unseen = bool(step.reason) or (step.op == "call_module" and has_hooks(args[0]))
-    given = plain_leaves((args, kwargs)) if unseen else []
+    given = plain_leaves(recorder.handed((args, kwargs))) if unseen else []
     operands = list(tensors((args, kwargs)))
     buffers = list(args[0].buffers()) if args and isinstance(args[0], nn.Module) else []
     versions = [version_of(buffer) for buffer in buffers]
@@ -210,12 +211,17 @@ def _whole(
     ragged = recorder.watch.ragged or any(map(is_ragged, all_values((step.args, step.kwargs))))
     if recorder.watch.read_numbers or (unseen and ragged):
         step.reads_numbers = unseen
-        refuse_numbers(step, result)
-    if given != (plain_leaves((args, kwargs)) if unseen else []):
+    reading: list[Step] = []
+    if unseen and recorder.findings.follows_returned:
+        result, reading = followed(recorder, step, result)
+    if step.reads_numbers:
+        refuse_numbers(recorder, step, result)
+    if given != (plain_leaves(recorder.handed((args, kwargs))) if unseen else []):
         why = f"gives {step.called} something to change that is no tensor"
         raise UnrecordableError(why, Whole(recorder.scope.path))
     sizes = _sizes_given(recorder, step, result, operands)
     result = recorder.commit(step, result, changed)
+    recorder.steps += reading
     if unseen:
         heed(recorder, step, result, sizes)
     return result

@@ -119,6 +119,10 @@ class ExampleCall:
             named = {name: changed(given) for name, given in self.kwargs.items()}
             yield ExampleCall(tuple(map(changed, self.args)), named)
 
+    def smaller(self) -> "ExampleCall":
+        """The call with three quarters of each number that is a float in a tensor."""
+        return self._mapped(_smaller)
+
     def alike(self) -> "ExampleCall | None":
         """The call with one tensor in the place of all of its kind; None if no two are of a kind."""
         given = list(tensors((self.args, self.kwargs)))
@@ -391,6 +395,12 @@ def _drawn_from(leaf: Any, generator: torch.Generator, moved: bool) -> Any:
     elif constant:
         drawn = torch.where(shares < 0.5, _another_number(drawn), drawn)
     return drawn.reshape(leaf.shape).requires_grad_(leaf.requires_grad)
+
+
+def _smaller(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return leaf
+    return (0.75 * leaf.detach()).requires_grad_(leaf.requires_grad)
 
 
 def is_batch(leaf: Any, size: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +51,9 @@ class Findings:
         put_in_eval: the modules that the model puts into eval mode as it runs; recordings find them so.
         may_put_in_eval: whether modules may be noted as such.
         follows_given: whether floats among the inputs may become live numbers.
+        returns_numbers: whether code that is not looked into returns numbers.
+        follows_returned: whether these become live numbers.
+        may_follow_returned: whether they may, where they do not.
         met_ragged: whether the model decides by sizes that depend on the numbers in a tensor.
         checks_ragged: whether such decisions become checks, for a model whose own `forward` makes them.
         insisted: where the model reads numbers of which Python makes plain ones unseen.
@@ -57,6 +61,7 @@ class Findings:
         apart: whether inputs of one kind must be tensors of their own.
         asked_for: the modes, and the places among the tensors given, of those tensors that a mode does not
             use and does something else without.
+        left_out: the arguments without which eval mode does the same; they are None in its recording.
         unproven: the lines whose branches on whether anything is selected may do more than leave work out.
     """
 
@@ -75,12 +80,16 @@ class Findings:
     put_in_eval: frozenset[str] = frozenset()
     may_put_in_eval: bool = True
     follows_given: bool = True
+    returns_numbers: bool = False
+    follows_returned: bool = False
+    may_follow_returned: bool = True
     met_ragged: bool = False
     checks_ragged: bool = False
     insisted: frozenset[Place] = frozenset()
     insists_enough: bool = False
     apart: bool = False
     asked_for: frozenset[tuple[bool, int]] = frozenset()
+    left_out: frozenset[str] = frozenset()
     unproven: frozenset[str] = frozenset()
     _made: dict[bool, tuple[Recording, int]] = field(default_factory=dict[bool, tuple[Recording, int]])
     _bound: dict[tuple[int, str], Bound] = field(default_factory=dict[tuple[int, str], Bound])
@@ -96,15 +105,27 @@ class Findings:
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
         made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
-        made.apart, made.asked_for = self.apart, self.asked_for
-        made.follows_given = self.follows_given
+        made.apart, made.asked_for, made.left_out = self.apart, self.asked_for, self.left_out
+        made.follows_given, made.follows_returned = self.follows_given, self.follows_returned
+        made.may_follow_returned = self.may_follow_returned
         made.put_in_eval, made.may_put_in_eval = self.put_in_eval, self.may_put_in_eval
         made.holds, made.alike, made.insisted = self.holds, self.alike, self.insisted
         return made
 
-    def with_checks(self, **more: Any) -> Findings:
-        """The findings to record the model again as it was, but for checks that these attributes ask for."""
+    def once_more(self, **more: Any) -> Findings:
+        """The findings to record the model once more with, of which these attributes are others."""
         return replace(self, _made={}, **more)
+
+    def keeping(self, more: Mapping[Whole, str]) -> Findings:
+        """The findings to trace the model anew with more parts kept whole for good, for these reasons."""
+        return Findings(
+            lasting={**self.lasting, **more},
+            apart=self.apart,
+            asked_for=self.asked_for,
+            follows_returned=self.follows_returned,
+            may_follow_returned=self.may_follow_returned,
+            left_out=self.left_out,
+        )
 
     def aside(self) -> Findings:
         """Findings to record with without adding to these."""
@@ -128,14 +149,16 @@ class Findings:
             return replace(self.anew(), unproven=self.unproven | lines)
         if isinstance(err, MixedModesError):
             held = err.together in self.alike
-            return None if held else self.with_checks(alike=self.alike | {err.together})
+            return None if held else self.once_more(alike=self.alike | {err.together})
         if isinstance(err, SettingError):
             if err.setting is Setting.AUTOCAST and not self.as_if_cast:
                 return replace(self.anew(), as_if_cast=True)
             held = err.setting in self.holds or not err.can_be_held
-            return None if held else self.with_checks(holds=self.holds | {err.setting})
+            return None if held else self.once_more(holds=self.holds | {err.setting})
         if self.put_in_eval:
             return replace(self.anew(), put_in_eval=frozenset[str](), may_put_in_eval=False)
+        if self.follows_returned:
+            return replace(self.anew(), follows_returned=False, may_follow_returned=False)
         if self.follows_given and any(
             is_given(step) for made, _ in self._made.values() for step in made.steps
         ):
@@ -175,7 +198,8 @@ class Findings:
     @property
     def knowledge(self) -> int:
         """A number that grows with everything learned, to tell outdated recordings."""
-        return len(self.tried) + len(self.casts or ()) + len(self.insisted) + len(self.put_in_eval)
+        sets = (self.tried, self.casts or (), self.insisted, self.put_in_eval)
+        return sum(map(len, sets)) + self.follows_returned
 
     def note(self, training: bool, recording: Recording, knowledge: int) -> None:
         """Note a recording of a mode, made when `knowledge` had this value."""

@@ -1,10 +1,9 @@
-"""Computing in float16 on CPUs, which convolve and multiply matrices in it up to a hundred times as slowly."""
+"""Computing in float16 on CPUs, which convolve and multiply matrices in it up to a hundred times slower."""
 
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 _SLOW = {getattr(torch.ops.aten, name) for name in ("convolution", "mm", "addmm", "bmm", "baddbmm")}
 
@@ -22,8 +21,8 @@ class WidenedHalf(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket not in _SLOW or not any(map(_is_half, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
-        args, kwargs = tree_map(lambda each: each.float() if _is_half(each) else each, (args, kwargs))
-        return func(*args, **kwargs).half()
+        wide = lambda each: each.float() if _is_half(each) else each  # noqa: E731
+        return func(*map(wide, args), **{key: wide(arg) for key, arg in kwargs.items()}).half()
 
 
 def _is_half(given: Any) -> bool:

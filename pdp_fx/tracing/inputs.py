@@ -85,16 +85,17 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         plain = isinstance(example, _PLAIN)
         if not argument.given and not plain:
             continue
+        left_out = not model.training and argument.name in recorder.findings.left_out
         optional = optional or plain or argument.has_default
         default = (example if plain else argument.default,) if optional else ()
-        step, value = recorder.placeholder(argument.name, example, default)
+        step, value = recorder.placeholder(argument.name, None if left_out else example, default)
         recorder.reads.watch(step, value)
         if is_followed(example) and recorder.follows_given(argument.name):
             value = recorder.given_number(step, example)
             fixed.append((Expr(hasattr, (step, NUMBERS_HAVE)), True))
         elif plain:
             fixed.append((step, value))
-        else:
+        elif not left_out:
             fixed += [] if optional and has_tensors(value) else plain_parts(step, value)
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
@@ -167,7 +168,8 @@ def held_to_given(
         reads: what the run has read of objects.
         findings: what is known of the model, such as the tensors that it does not use, but asks for.
     """
-    inputs = _inputs(recording)
+    left_out = () if model.training else findings.left_out
+    inputs = [step for step in _inputs(recording) if step.target not in left_out]
     given = {argument.name: argument.value for argument in _arguments(model, call)}
     uses = Uses(recording)
     facts = [fact for step in inputs for fact in tensors_given(step, given[str(step.target)], uses)]
@@ -188,6 +190,23 @@ def held_to_given(
     draws = tuple(replace(draw, place=draw.place + len(checks)) for draw in recording.draws)
     asked = tuple(replace(asked, place=asked.place + len(checks)) for asked in recording.asked)
     return replace(recording, steps=tuple(steps), draws=draws, asked=asked, added=tuple(checks))
+
+
+def optional(model: nn.Module, call: ExampleCall) -> dict[str, Any]:
+    """The arguments of a call that contain tensors, and may be None instead."""
+    return {
+        argument.name: argument.value
+        for argument in _arguments(model, call)
+        if argument.given and argument.parameter.default is None and has_tensors(argument.value)
+    }
+
+
+def with_argument(model: nn.Module, call: ExampleCall, name: str, value: Any) -> ExampleCall:
+    """A call with something else given for an argument."""
+    if name in call.kwargs:
+        return replace(call, kwargs={**call.kwargs, name: value})
+    place = list(inspect.signature(model.forward).parameters).index(name)
+    return replace(call, args=(*call.args[:place], value, *call.args[place + 1 :]))
 
 
 def maybe_unused(recording: Recording | None, model: nn.Module, call: ExampleCall) -> dict[int, torch.Tensor]:

@@ -65,6 +65,7 @@ class Origins:
         self._constants: dict[int, Constant] = {}
         self.unseen: list[torch.Tensor] = []
         self._objects: dict[int, tuple[Any, Value, list[Any]]] = {}
+        self._copied: dict[int, tuple[Any, Any]] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
         """The value that a tensor is; one that existed before the run is a constant.
@@ -142,6 +143,15 @@ class Origins:
         if known is None or known[0] is not thing or not _has_parts(thing, known[2]):
             return None
         return known[1]
+
+    def note_copy(self, made: Any, thing: Any) -> None:
+        """Note that a container or object which a step has returned is another in this run."""
+        self._copied[id(made)] = made, thing
+
+    def original(self, thing: Any) -> Any:
+        """What a step has returned in the place of a container or object, if this is unchanged."""
+        made, original = self._copied.get(id(thing), (None, None))
+        return original if made is thing and self.object(thing) is not None else thing
 
     def remember(self, thing: Any, value: Value) -> None:
         """Note the value that a container or object is, by its identity."""

@@ -54,6 +54,7 @@ from pdp_fx.tracing.steps import (
     is_given,
     is_ragged,
     is_read,
+    is_returned,
     selectors,
     varies,
 )
@@ -179,7 +180,7 @@ class Recorder:
             name, function, args = "new_empty", torch.Tensor.new_empty, (args[0], tuple(args[1]))
         elif name == "new_tensor":
             args = (args[0], *map(self._as_list, args[1:]))
-        if any(map(self._is_read, leaves((args, kwargs)))):
+        if any(isinstance(leaf, Live) for leaf in leaves((args, kwargs))):
             self._keep_told(functions.told_to_channels(function, args, kwargs))
         op, target, shown = functions.in_graph_form(function, args, kwargs)
         try:
@@ -202,7 +203,7 @@ class Recorder:
             return self._number(name, result, step)
         custom = functions.is_custom(function)
         if custom:
-            refuse_numbers(step, result)
+            refuse_numbers(self, step, result)
         result = self.commit(step, result, changed)
         if custom or isinstance(step.target, Apply | AsSubclass):
             heed(self, step, result, [])
@@ -214,16 +215,16 @@ class Recorder:
         return self.function(torch.Tensor.double, (number,), {}) if number.is_floating_point() else number
 
     def _keep_told(self, told: Sequence[Any]) -> None:
-        """Refuse what numbers say that are read from tensors.
+        """Refuse what numbers say that are read from tensors, and insist on those that parts return.
 
         Channels may lie along any axis that they pick, and stay 0 only if they are filled with that.
         """
-        for number in filter(self._is_read, leaves(told)):
-            self.guarded(refuse_ragged, "picks an axis or a filling by", number.value)
-
-    def _is_read(self, leaf: Any) -> bool:
-        """Whether a number is read from a tensor, or computed from one that is."""
-        return isinstance(leaf, Live) and is_read(value_of(leaf, self.session))
+        for number in leaves(told):
+            value = value_of(number, self.session) if isinstance(number, Live) else None
+            if is_read(value):
+                self.guarded(refuse_ragged, "picks an axis or a filling by", value)
+            elif is_returned(value):
+                note_fixed((number,), self.session)
 
     def _is_sized_otherwise(self, name: str, step: Step, operands: list[torch.Tensor], result: Any) -> bool:
         """Whether other operands than those whose sizes depend on numbers decide the size of the result."""
@@ -493,7 +494,11 @@ class Recorder:
     def run(self, call: Call, args: Args, kwargs: Mapping[str, Any]) -> Any:
         """Call with plain numbers in the place of live ones, without recording it."""
         with self.silent(), self.watch.watching(), compiling(False):
-            return call(*stripped(args), **stripped(dict(kwargs)))
+            return call(*self.handed(args), **self.handed(dict(kwargs)))
+
+    def handed(self, arguments: Any) -> Any:
+        """Arguments as a call gets them: with nothing that is live."""
+        return stripped(arguments, self.origins.original)
 
     def live(self, number: Any, call: str, *args: Any) -> Any:
         """The number with the method call that computes it in the graph."""
@@ -509,6 +514,10 @@ class Recorder:
             elif decoy is not None:
                 decoy.meet(place, value)
         return live(number, value, self.session)
+
+    def returned(self, number: Any, step: Step, place: int) -> Any:
+        """A number that code which is not looked into returns, with the step that reads it of the result."""
+        return self._read(number, step, "returned", place)
 
     def _may_change(self, fact: Expr) -> bool:
         """Whether a comparison may come out differently in another run: its operands differ, and may."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pdp_fx.tracing.objects import Held
+from pdp_fx.tracing.sizes import Live
 from pdp_fx.tracing.steps import Expr, Scope, Step, Value
 from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, has_tensors, is_opaque, tags
 
@@ -31,6 +32,8 @@ def structure_of(value: Value, example: Any, numbers: bool, around: frozenset[in
         around: the containers and objects that the example is in.
     """
     example = as_base(example)
+    if isinstance(example, Live):
+        return []
     if example is None:
         return [(Expr(operator.is_, (value, None)), True)]
     if isinstance(example, int | float | complex) and not isinstance(example, bool) and not numbers:

@@ -150,6 +150,11 @@ class YieldingFloat(float):
         return float, (float(self),)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is an int or a float that is not live, be it NumPy's, and no truth value."""
+    return type(as_base(value)) in (int, float, YieldingFloat)
+
+
 class LiveShape(tuple[int, ...]):
     """A shape whose `numel` is a live number; that of a `torch.Size` is a plain one."""
 

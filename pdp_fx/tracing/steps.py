@@ -109,6 +109,7 @@ class Step:
             negative if that is of what is False in it; else 0.
         idle: the number of the selection without which it does nothing, since the model leaves it out then;
             else 0.
+        returned: whether it reads a number of what code has returned that is not looked into.
         shape: that of its result in the run, if that is one tensor; else None.
         dtype: likewise.
     """
@@ -136,6 +137,7 @@ class Step:
     repairs: bool = False
     selects: int = 0
     idle: int = 0
+    returned: bool = False
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
 
@@ -354,6 +356,13 @@ def is_read(value: Any) -> bool:
     if isinstance(value, Step):
         return value.called == "item" and value.sized
     return isinstance(value, Expr) and value.call not in LAYOUT and any(map(is_read, value.args))
+
+
+def is_returned(value: Any) -> bool:
+    """Whether a value is a number that code has returned which is not looked into, or computed from one."""
+    if isinstance(value, Step):
+        return value.returned
+    return isinstance(value, Expr) and value.call not in LAYOUT and any(map(is_returned, value.args))
 
 
 def _is_unsized(value: Expr) -> bool:

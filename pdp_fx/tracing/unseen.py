@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pdp_fx.tracing.arguments import leaves
+from pdp_fx.tracing.returned import has_numbers
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step, structure_of
+from pdp_fx.tracing.sizes import Live
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Step, UnrecordableError
 from pdp_fx.tracing.structure import is_record, place_of_number, plain_leaves
 
@@ -19,11 +21,22 @@ if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
 
 
-def refuse_numbers(step: Step, result: Any) -> None:
-    """Refuse numbers and texts in the result of a step that reads numbers: they would become constants."""
+RETURNED = "returned something else than when it was traced"
+"""What is said of a step whose result is another."""
+
+
+def refuse_numbers(recorder: Recorder, step: Step, result: Any) -> None:
+    """Refuse numbers and texts in the result of a step that reads numbers: they would become constants.
+
+    Numbers that are no truth values are followed from now on instead, if they may be.
+    """
     # A record's number may be its default by chance.
     found = plain_leaves(result) if is_record(result) else leaves(result)
-    if any(isinstance(leaf, bool | int | float) for leaf in found):
+    numbers = has_numbers(result, recorder.origins.is_kept)
+    if numbers and recorder.findings.may_follow_returned and not recorder.findings.follows_returned:
+        recorder.findings.follows_returned = True
+        return
+    if numbers or any(isinstance(leaf, bool | int | float) and not isinstance(leaf, Live) for leaf in found):
         place = place_of_number(result)
         where = f" (in its result at {place})" if place else ""
         raise UnrecordableError(
@@ -45,8 +58,9 @@ def heed(recorder: Recorder, step: Step, result: Any, sizes: Facts) -> None:
     """
     if step.reason != DIFFERS_BY_MODE:
         recorder.findings.sizes.read = True
+    recorder.findings.returns_numbers |= has_numbers(result, recorder.origins.is_kept)
     if isinstance(result, torch.Tensor) and step.reason in ("", DIFFERS_BY_MODE):
         return
-    message = f"{step.called} returned something else than when it was traced"
+    message = f"{step.called} {RETURNED}"
     for facts in by_depth(structure_of(step, result, not step.reads_numbers) + sizes):
         recorder.steps.append(check_step(facts, message, step.scope, step.source))

@@ -37,6 +37,7 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
 
 def test_gradients_flow_through() -> None:
     given = [each.requires_grad_() for each in _given(torch.float16)]
+    images, weight, bias = given
     with WidenedHalf():
-        functional.conv2d(*given).sum().backward()
+        functional.conv2d(images, weight, bias).sum().backward()
     assert all(each.grad is not None and each.grad.dtype is torch.float16 for each in given)

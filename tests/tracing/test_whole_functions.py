@@ -120,9 +120,9 @@ def uses(x: Tensor, owner: Any) -> Tensor:
     return owner.linear(x) if x.sum() > 0 else x
 
 
-def test_a_number_that_depends_on_data_keeps_the_module_whole() -> None:
+def test_a_number_that_depends_on_data_is_read_at_each_call() -> None:
     gm = exact(nn.Sequential(nn.Linear(4, 4), Counts()), BOTH, BOTH + 1)
-    assert list(opaque(gm)) == ["1"]
+    assert targets(gm).count("how_many") == 1
 
 
 def pairs(x: Tensor) -> dict[str, Any]:
