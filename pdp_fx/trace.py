@@ -166,10 +166,6 @@ def _trace_until_nothing_lasts(
             except Exception as err:  # noqa: BLE001 a model may raise anything
                 findings = findings.keeping(_failing(model, findings.lasting, err))
                 continue
-        left_out = not_needed_in_eval(model, example, findings)
-        if left_out:
-            findings = findings.once_more(left_out=findings.left_out | left_out, insists_enough=False)
-            continue
         if findings.sizes.read:
             sizes = OtherSizes(gm, model)
             held = sizes.wrong(example)
@@ -483,6 +479,10 @@ def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Rec
     """Record both modes; if the model itself fails in training mode, raise that error instead."""
     try:
         recordings = record_both(model, example, findings)
+        left_out = not_needed_in_eval(model, example, findings)
+        if left_out:
+            findings.leave_out(left_out)
+            recordings = record_both(model, example, findings)
         while insist(model, example, findings):
             recordings = record_both(model, example, findings)
         all_is_written()

@@ -214,6 +214,11 @@ class Findings:
         """Forget the recordings made so far."""
         self._made.clear()
 
+    def leave_out(self, arguments: frozenset[str]) -> None:
+        """Leave these arguments out of the recording of eval mode, which is made again."""
+        self.left_out |= arguments
+        self._made.pop(False, None)
+
     def is_new(self) -> bool:
         """Whether something has been learned since the recording of either mode."""
         return self.recording(False) is None or self.recording(True) is None

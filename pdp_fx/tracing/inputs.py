@@ -209,13 +209,16 @@ def with_argument(model: nn.Module, call: ExampleCall, name: str, value: Any) ->
     return replace(call, args=(*call.args[:place], value, *call.args[place + 1 :]))
 
 
-def maybe_unused(recording: Recording | None, model: nn.Module, call: ExampleCall) -> dict[int, torch.Tensor]:
+def maybe_unused(
+    recording: Recording | None, model: nn.Module, call: ExampleCall, left_out: frozenset[str]
+) -> dict[int, torch.Tensor]:
     """The tensors of an example that a recording does not use, by their places among all.
 
-    Those in objects are not among them: if they are read, that is checked. Without a recording all others
-    are.
+    Those in objects are not among them: if they are read, that is checked. Nor are those in arguments that
+    are ``left_out``. Without a recording all others are.
     """
-    given = {argument.name: argument.value for argument in _arguments(model, call) if argument.given}
+    arguments = [each for each in _arguments(model, call) if each.given and each.name not in left_out]
+    given = {argument.name: argument.value for argument in arguments}
     if recording is None:
         inputs = [Step("placeholder", name, (), {}, Scope(""), "") for name in given]
     else:

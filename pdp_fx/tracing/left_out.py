@@ -34,7 +34,8 @@ def asked_for(
     found: set[tuple[bool, int]] = set()
     example = ExampleCall(*fresh_copy((example.args, dict(example.kwargs))))  # no two tensors are one
     for training in MODES:
-        for place, tensor in maybe_unused(findings.recording(training), model, example).items():
+        left_out = frozenset[str]() if training else findings.left_out
+        for place, tensor in maybe_unused(findings.recording(training), model, example, left_out).items():
             call = example.without(tensor)
             wanted, got = (tried(each, call, training, model, gm) for each in (model, gm))
             if isinstance(wanted, Outcome) and isinstance(got, Outcome) and not wanted.is_near(got):
