@@ -179,7 +179,7 @@ def _trace_until_nothing_lasts(
                 held_to = findings.once_more(sizes=replace(findings.sizes, held=held))
                 gm, findings = _traced(model, example, held_to, watch)
             gm = _for_other_batches(gm, model, example, findings, watch)
-        kept = remembering(gm, model, example, changes, findings.lasting)
+        kept = remembering(gm, model, example, changes, findings)
         if kept:
             findings = findings.keeping(kept)
             continue

@@ -21,6 +21,7 @@ from pdp_fx.tracing.sizes import Decoy
 from pdp_fx.tracing.skipping import Answers, act_outside, chooses_alike, with_choices
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, Emptied, Recording, Step, UnrecordableError, Whole
+from pdp_fx.tracing.verify import called
 
 _log = logging.getLogger(__name__)
 
@@ -157,6 +158,7 @@ def recorded_again(
     findings: Findings,
     empty: Mapping[int, int] = MappingProxyType({}),
     decoy: Decoy | None = None,
+    first: ExampleCall | None = None,
 ) -> Recording:
     """Another recording of a model that was recorded, to compare; no branch on random numbers is taken.
 
@@ -167,11 +169,15 @@ def recorded_again(
         findings: what is known of the model; what is learned is added.
         empty: as for `record`.
         decoy: as for `record`.
+        first: a call to make before the one that is recorded; None if there is none.
     """
     answers: Answers | None = (lambda _: False) if findings.follows_draws else None
 
     def work() -> Recording:
         placed = in_mode(model, training, findings.put_in_eval)
+        if first is not None:
+            called(placed, first.fresh())
+            placed = in_mode(model, training, findings.put_in_eval)
         return record(placed, example.fresh(), findings, answers, empty, decoy)
 
     return forgetting(work, model)

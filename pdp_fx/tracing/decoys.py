@@ -103,13 +103,13 @@ class _Again:
         """Whether the model does the same with other digits, or refuses them by a `raise` of its own."""
         try:
             with time_limit(self._limit):
-                return _is_same(self._base, self._again(decoy))
+                return does_same(self._base, self._again(decoy))
         except (Exception, TooLongError) as err:  # noqa: BLE001 an index is out of range, for one
             _log.info("fails with other digits of the numbers that it reads: %s", err)
             return raised_by_user(err)
 
 
-def _is_same(one: Recording, other: Recording) -> bool:
+def does_same(one: Recording, other: Recording) -> bool:
     """Whether two recordings do the same, apart from their checks."""
     mine, theirs = ([s for s in each.steps if s.target not in CHECKS] for each in (one, other))
     if list(map(kind_of_step, mine)) != list(map(kind_of_step, theirs)):

@@ -4,21 +4,26 @@ A graph can keep state in parameters and buffers only. A module that changes its
 them in its next call is kept whole; if the model's own forward does so, the model is refused.
 """
 
-from collections.abc import Mapping
+import logging
 from itertools import product
 
 from torch import nn
 
 from pdp_fx.errors import TraceError
+from pdp_fx.tracing.attempts import recorded_again
+from pdp_fx.tracing.decoys import does_same
 from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import Changes
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.verify import Runner, again, run
 
+_log = logging.getLogger(__name__)
+
 
 def remembering(
-    gm: nn.Module, model: nn.Module, example: ExampleCall, changes: Changes, known: Mapping[Whole, str]
+    gm: nn.Module, model: nn.Module, example: ExampleCall, changes: Changes, findings: Findings
 ) -> dict[Whole, str]:
     """The modules to keep whole because the model acts by what it has kept, with the reasons.
 
@@ -27,17 +32,20 @@ def remembering(
         model: the model.
         example: what it was traced on.
         changes: the attributes that runs of the model have changed.
-        known: the parts that are kept whole for this reason already.
+        findings: what is known of the model, with the parts that are kept whole for this reason already.
 
     Raises:
         TraceError: the model's own forward does so.
     """
     modes = product((False, True), repeat=2)
-    if not changes or all(_act_alike(gm, model, example, later, first) for later, first in modes):
+    if not changes or (
+        all(_act_alike(gm, model, example, later, first) for later, first in modes)
+        and all(_acts_as_recorded(gm, model, example, training, findings) for training in (False, True))
+    ):
         return {}
     found: dict[Whole, str] = {}
     for path, module in model.named_modules():
-        if path and module in changes and Whole(path) not in known:
+        if path and module in changes and Whole(path) not in findings.lasting:
             found[Whole(path)] = f"keeps {_listed(changes[module])} for its next call, outside its buffers"
     if found:
         return found
@@ -74,6 +82,32 @@ def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: 
         if compared:
             return True
     return False
+
+
+def _acts_as_recorded(
+    gm: nn.Module, model: nn.Module, example: ExampleCall, training: bool, findings: Findings
+) -> bool:
+    """Whether a second call of the model does the same steps, or gives what the graph gives on other numbers.
+
+    On the example's numbers a step that is another one may make no difference, as where 0 is what its result
+    is multiplied by.
+    """
+    try:
+        runs = (None, example)
+        once, twice = (
+            recorded_again(model, example, training, findings.aside(), first=first) for first in runs
+        )
+        if does_same(once, twice):
+            return True
+    except Exception as err:  # noqa: BLE001 the model need not bear to be recorded then
+        _log.info("a second call is not recorded: %s", err)
+    for other in example.with_other_numbers():
+        calls = again(other, training)
+        got = _later(gm, other, calls, training, model)
+        wanted = None if got is None else _later(model, other, calls, training, model)
+        if wanted is not None and got is not None and wanted.difference(got):
+            return False
+    return True
 
 
 def _later(

@@ -185,3 +185,35 @@ def test_an_iterator_that_stays_where_it_is_changes_nothing() -> None:
     model = Cycles(moves=False)
     exact(model, torch.randn(2, 4))
     assert list(model.spare) == [1, 2]
+
+
+class Doubles(nn.Module):
+    """Doubles from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = min(self.calls + 1, 2)
+        return x * self.calls
+
+
+class Gated(nn.Module):
+    """Lets through what its part gives where its input is positive."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 4), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.first(x)) * x.relu() + x
+
+
+def test_what_the_example_multiplies_by_zero_is_seen_on_other_numbers() -> None:
+    model = Gated(Doubles())
+    gm = trace(model, -torch.ones(2, 4))
+    assert list(opaque(gm)) == ["part"]
+    model.part.calls = 2  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    x = torch.randn(2, 4)
+    assert torch.equal(gm.eval()(x), model.eval()(x))
