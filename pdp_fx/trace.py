@@ -170,8 +170,7 @@ def _trace_until_nothing_lasts(
             sizes = OtherSizes(gm, model)
             held = sizes.wrong(example)
             unlike = held or any(RETURNED in said for said in sizes.refused)
-            follows = findings.follows_returned or not findings.may_follow_returned
-            if unlike and findings.returns_numbers and not follows:
+            if unlike and findings.returns_numbers and findings.can_begin_to_follow:
                 findings = findings.once_more(follows_returned=True, insists_enough=False)
                 continue
             if held:

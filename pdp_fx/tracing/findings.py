@@ -196,6 +196,11 @@ class Findings:
             self.casts |= namespaces
 
     @property
+    def can_begin_to_follow(self) -> bool:
+        """Whether numbers that parts kept whole return are not followed, but may be."""
+        return self.may_follow_returned and not self.follows_returned
+
+    @property
     def knowledge(self) -> int:
         """A number that grows with everything learned, to tell outdated recordings."""
         sets = (self.tried, self.casts or (), self.insisted, self.put_in_eval)

@@ -71,14 +71,10 @@ def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: 
         compared = False
         # What is kept of the smaller call may limit the larger one.
         for first, later in ((other, example), (example, other))[: 1 if other is example else 2]:
-            calls = again(first, trains)
-            # The graph comes first: it refuses what it does not take before it computes.
-            got = _later(gm, later, calls, training, model)
-            wanted = None if got is None else _later(model, later, calls, training, model)
-            if wanted is not None and got is not None:
-                compared = True
-                if wanted.difference(got):
-                    return False
+            differ = _differ(gm, model, later, again(first, trains), training)
+            if differ:
+                return False
+            compared |= differ is not None
         if compared:
             return True
     return False
@@ -101,13 +97,18 @@ def _acts_as_recorded(
             return True
     except Exception as err:  # noqa: BLE001 the model need not bear to be recorded then
         _log.info("a second call is not recorded: %s", err)
-    for other in example.with_other_numbers():
-        calls = again(other, training)
-        got = _later(gm, other, calls, training, model)
-        wanted = None if got is None else _later(model, other, calls, training, model)
-        if wanted is not None and got is not None and wanted.difference(got):
-            return False
-    return True
+    others = example.with_other_numbers()
+    return not any(_differ(gm, model, other, again(other, training), training) for other in others)
+
+
+def _differ(
+    gm: nn.Module, model: nn.Module, later: ExampleCall, calls: Runner, training: bool
+) -> bool | None:
+    """Whether calls of the graph give something else than those of the model; None if either refuses them."""
+    # The graph comes first: it refuses what it does not take before it computes.
+    got = _later(gm, later, calls, training, model)
+    wanted = None if got is None else _later(model, later, calls, training, model)
+    return None if got is None or wanted is None else bool(wanted.difference(got))
 
 
 def _later(

@@ -24,6 +24,8 @@ from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, is_namedtupl
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
 
+_log = logging.getLogger(__name__)
+
 
 def followed(recorder: Recorder, step: Step, result: Any) -> tuple[Any, list[Step]]:
     """What a step returns with live numbers, and the steps that read them, in copies of what holds them.
@@ -35,9 +37,6 @@ def followed(recorder: Recorder, step: Step, result: Any) -> tuple[Any, list[Ste
     """
     reading = _Reading(recorder, step)
     return reading.followed(step, result, frozenset()), reading.steps
-
-
-_log = logging.getLogger(__name__)
 
 
 def has_numbers(value: Any, beside: Callable[[Any], bool], around: frozenset[int] = frozenset()) -> bool:
@@ -81,8 +80,8 @@ class _Reading:
 
     def _live(self, value: Value, number: float) -> Any:
         target, args = (value.call, value.args) if isinstance(value, Expr) else (operator.pos, (value,))
-        made = Step("call_function", target, args, {}, self._step.scope, self._step.source, data=False)
-        made.returned = True
+        made = Step("call_function", target, args, {}, self._step.scope, self._step.source)
+        made.data, made.returned = False, True
         # What depends on numbers may decide no more than sizes that do.
         made.ragged = made.sized = self._step.reads_numbers or self._step.ragged
         self.steps.append(made)

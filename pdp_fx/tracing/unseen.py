@@ -33,7 +33,7 @@ def refuse_numbers(recorder: Recorder, step: Step, result: Any) -> None:
     # A record's number may be its default by chance.
     found = plain_leaves(result) if is_record(result) else leaves(result)
     numbers = has_numbers(result, recorder.origins.is_kept)
-    if numbers and recorder.findings.may_follow_returned and not recorder.findings.follows_returned:
+    if numbers and recorder.findings.can_begin_to_follow:
         recorder.findings.follows_returned = True
         return
     if numbers or any(isinstance(leaf, bool | int | float) and not isinstance(leaf, Live) for leaf in found):
