@@ -168,7 +168,7 @@ def _trace_until_nothing_lasts(
                 continue
         if findings.sizes.read:
             sizes = OtherSizes(gm, model)
-            held = sizes.wrong(example)
+            held = sizes.wrong(example, larger=findings.sizes.hidden)
             unlike = held or any(RETURNED in said for said in sizes.refused)
             if unlike and findings.returns_numbers and findings.can_begin_to_follow:
                 findings = findings.once_more(follows_returned=True, insists_enough=False)
@@ -178,6 +178,8 @@ def _trace_until_nothing_lasts(
                 held_to = findings.once_more(sizes=replace(findings.sizes, held=held))
                 gm, findings = _traced(model, example, held_to, watch)
             gm = _for_other_batches(gm, model, example, findings, watch)
+            if findings.sizes.hidden and OtherSizes(gm, model).is_wrong_beyond(example):
+                gm = _held_to_batch(model, example, findings, watch)
         kept = remembering(gm, model, example, changes, findings)
         if kept:
             findings = findings.keeping(kept)
@@ -485,6 +487,8 @@ def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Rec
         while insist(model, example, findings):
             recordings = record_both(model, example, findings)
         all_is_written()
+        if recordings.computes_unseen:
+            findings.sizes.read = findings.sizes.hidden = True
         return recordings
     except Exception:
         reference(model, example, training=True)

@@ -1,6 +1,7 @@
 """Recording a model in both modes, repeatedly, until all that a graph cannot express is kept whole."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -44,6 +45,13 @@ class Recordings:
     def by_mode(self) -> dict[bool, Recording]:
         """The recordings by the training flag."""
         return {False: self.alignment.in_eval, True: self.alignment.in_train}
+
+    @property
+    def computes_unseen(self) -> bool:
+        """Whether there is work of other threads, or a tensor of unknown origin that each run has anew."""
+        one, other = self.by_mode.values()
+        met = Counter(id(tensor) for each in (one, other) for tensor in {*each.unseen})
+        return one.uses_threads or other.uses_threads or 1 in met.values()
 
     def opacity(self, model: nn.Module) -> tuple[int, int]:
         """How many weights are inside modules kept whole for their data, and how many parts are kept so."""

@@ -13,6 +13,7 @@ from pdp_fx.tracing.blocks import gather_blocks
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.examples import TRIALS, ExampleCall
 from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, turn
+from pdp_fx.tracing.functions import is_custom
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome
@@ -21,7 +22,7 @@ from pdp_fx.tracing.repeats import share_repeats
 from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.settings import HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import InexactError, Recording, UnprovenError, is_given, is_ragged
+from pdp_fx.tracing.steps import InexactError, Step, UnprovenError, is_given, is_ragged
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.verify import Runner, called, emptying, flat, run, seeded, tried
 
@@ -86,18 +87,19 @@ def _check_other_numbers(
 ) -> None:
     """Check that no number which the model reads from its data has become a constant of the graph.
 
-    A part that is kept whole may leave a number somewhere, as in a global variable, where the model reads it;
-    or Python may make a plain number of a size that depends on data; and what another thread computes is a
-    tensor that no step has made. Runs on other numbers than the example's show such constants.
+    A part that is kept whole, a custom operator or another thread may leave a number somewhere, as in a
+    global variable, where the model reads it; or Python may make a plain number of a size that depends on
+    data; and what another thread computes is a tensor that no step has made. Runs on other numbers than the
+    example's show such constants.
 
     Raises:
         InexactError: the graph and the model differ on other numbers.
     """
     for training, recording in recordings.by_mode.items():
-        reading = {step.called for step in recording.steps if step.reads_numbers or step.sized}
+        reading = {step.called for step in recording.steps if _may_read_numbers(step)}
         checked = any(step.decides and is_ragged(step.args[0]) for step in recording.steps)
-        fresh = _made_in_run(recording, recordings.by_mode[not training])
-        for other in example.with_other_numbers() if reading or fresh else ():
+        hides = bool(reading) or recordings.computes_unseen
+        for other in example.with_other_numbers(int(training)) if hides else ():
             problem = _problem_with(gm, model, other, training, checked)
             if problem:
                 raise InexactError(
@@ -234,9 +236,9 @@ def _check_empty_selections(
                 )
 
 
-def _made_in_run(recording: Recording, other: Recording) -> bool:
-    """Whether there is a tensor of unknown origin that was not there before: the other run has another."""
-    return any(all(tensor is not one for one in other.unseen) for tensor in recording.unseen)
+def _may_read_numbers(step: Step) -> bool:
+    """Whether a step may read numbers that the graph does not see: no one looks into a custom operator."""
+    return step.reads_numbers or step.sized or is_custom(step.target)
 
 
 def _suspected(reading: Sequence[str]) -> str:
@@ -245,7 +247,7 @@ def _suspected(reading: Sequence[str]) -> str:
         where = ", ".join(reading)
         return f"What is found in data in {where} must get past the graph as a number; keep it in tensors"
     return (
-        "A tensor that no torch function of this thread has made must depend on data; compute everything in "
+        "What no torch function of this thread has made must depend on data; compute everything in "
         "the thread that calls the model"
     )
 

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, combinations, count
 from typing import Any, TypeGuard, TypeVar
 
@@ -96,11 +96,21 @@ class ExampleCall:
                 break
         yield self._changed(lambda rows: torch.cat([rows[:kept], rows[:1]]))
 
-    def with_other_numbers(self) -> "Iterator[ExampleCall]":
-        """Calls with numbers drawn from this call's; floats are scaled, and shifted in every second call."""
+    def beyond(self) -> "ExampleCall | None":
+        """A call with more examples if those of `others` have fewer, and the other way round; None of one."""
+        if self.batch <= 2:
+            return self.first()
+        return self._changed(lambda rows: torch.cat([rows, rows[:1]]))
+
+    def with_other_numbers(self, turn: int = 0) -> "Iterator[ExampleCall]":
+        """Calls with numbers drawn from this call's; floats are scaled, and shifted in every second call.
+
+        Args:
+            turn: each turn draws others.
+        """
         if self.has_places_elsewhere:
             return
-        for seed in range(TRIALS):
+        for seed in range(turn * TRIALS, (turn + 1) * TRIALS):
             generator, moved = torch.Generator().manual_seed(seed), seed % 2 == 1
             yield self._mapped(lambda leaf, g=generator, moved=moved: _drawn_from(leaf, g, moved))
 
@@ -151,23 +161,34 @@ class ExampleCall:
         found = (size for leaf in tensors((self.args, self.kwargs)) for _, size in self.other_axes(leaf))
         return frozenset(size for size in found if size)
 
-    def resized(self, size: int) -> "Iterator[ExampleCall]":
+    def resized(self, size: int, least: int = 1) -> "Iterator[ExampleCall]":
         """Calls in which all axes of one size, except the batch, have another size, the cheapest first.
 
         Three of the sizes are multiples of the same power of two, for nets that halve images several times.
-        """
-        for other in (*_other_sizes(size), 2 * size):
-            yield self._mapped(lambda leaf, other=other: self._resize(leaf, size, other))
 
-    def resized_alone(self, size: int) -> "Iterator[Iterator[ExampleCall]]":
-        """For each axis of one size the calls in which that axis alone has another, if there are several."""
+        Args:
+            size: the size.
+            least: the smallest that it may become.
+        """
+        for other in _sizes_from(least, size):
+            yield from self._if_small(self._mapped, partial(self._resize, size=size, other=other))
+
+    def resized_alone(self, size: int, least: int = 1) -> "Iterator[Iterator[ExampleCall]]":
+        """For each axis of one size the calls in which that axis alone has another, if there are several.
+
+        Args:
+            size: as for `resized`.
+            least: as for `resized`.
+        """
         given = list(tensors((self.args, self.kwargs)))
         places = [(leaf, axis) for leaf in given for axis, length in self.other_axes(leaf) if length == size]
-        for leaf, axis in places if len(places) > 1 else ():
-            yield (self._with(leaf, _as_long(leaf, axis, other)) for other in (*_other_sizes(size), 2 * size))
+        for place in places if len(places) > 1 else ():
+            ways = ((*place, other) for other in _sizes_from(least, size))
+            yield chain.from_iterable(self._if_small(self._lengthened, *way) for way in ways)
 
-    def _with(self, old: torch.Tensor, new: torch.Tensor) -> "ExampleCall":
-        return self._mapped(lambda leaf: new if leaf is old else leaf)
+    def _lengthened(self, old: torch.Tensor, axis: int, length: int) -> "ExampleCall":
+        """The call with another length of one axis of a tensor."""
+        return self._mapped(lambda leaf: _as_long(old, axis, length) if leaf is old else leaf)
 
     def sizes_taken(self, takes: "Callable[[ExampleCall], object]") -> frozenset[int]:
         """The sizes of axes but the batch that may be others, all axes of one size together.
@@ -320,6 +341,11 @@ def _other_sizes(size: int) -> tuple[int, ...]:
     power = size & -size
     found = (size // 2, size - power, size + (power if power < size else max(size // 2, 1)))
     return tuple(other for other in dict.fromkeys(found) if other)
+
+
+def _sizes_from(least: int, size: int) -> list[int]:
+    """What a size is replaced by, the smallest first, from ``least`` on."""
+    return [other for other in (*_other_sizes(size), 2 * size) if other >= least]
 
 
 class _TooLargeError(Exception):

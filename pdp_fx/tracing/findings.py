@@ -20,12 +20,14 @@ class Sizes:
     Attributes:
         read: whether it reads sizes.
         compared: whether it compares them with each other or with 1.
+        hidden: whether code that is not looked into may read them.
         batch: the only batch size that the graph may accept; None if any.
         held: the sizes of other input axes that the graph must insist on.
     """
 
     read: bool = False
     compared: bool = False
+    hidden: bool = False
     batch: int | None = None
     held: frozenset[int] = frozenset()
 

@@ -39,6 +39,7 @@ from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.settings import noting_settings
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Whole
+from pdp_fx.tracing.threads import noting_threads
 
 _READS_NUMBERS = (
     torch.Tensor.tolist,
@@ -120,6 +121,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         _methods_whole(recorder),
         casting(recorder),
         gradient_blocks(recorder),
+        noting_threads(recorder),
         _questions(recorder),
         recorder.watch,
         _Listener(recorder),

@@ -108,6 +108,7 @@ class Recorder:
         self.placed: tuple[Value, torch.device] | None = None
         self.parts = Parts()
         self.draws: list[Draw] = []
+        self.uses_threads = False
         self._answers = answers
         self._empty = empty
         self._asked: list[Asked] = []
@@ -390,6 +391,7 @@ class Recorder:
             self.scopes,
             flags={path: frozenset(read) for path, read in self.flags.items()},
             unseen=unseen,
+            uses_threads=self.uses_threads,
             draws=draws,
             asked=tuple(self._asked),
         )

@@ -28,28 +28,39 @@ class OtherSizes:
     model: nn.Module
     refused: list[str] = field(default_factory=list[str])
 
-    def wrong(self, example: ExampleCall) -> frozenset[int]:
+    def wrong(self, example: ExampleCall, larger: bool) -> frozenset[int]:
         """The sizes of the example that the graph must insist on, because it is wrong with others.
 
         Each size is replaced by the first other one that the model accepts: along all axes that have it, and
         along one or, where they do not go together, such as channels and pixels, along each. A graph that
         fails there by a check of its own is not wrong. Examples with whole numbers on a GPU are not tried.
+
+        Args:
+            example: what the graph was traced on.
+            larger: whether each size is also replaced by a larger one. What is cut off at a constant is all
+                that there is of a smaller one.
         """
         if example.has_places_elsewhere:
             return frozenset()
-        held = set[int]()
-        for size in sorted(example.sizes()):
-            together = self._first_verdict(example.resized(size))
-            if together or self._is_wrong_along_one(example, size, together is None):
-                held.add(size)
-        return frozenset(held)
+        ways = [(size, least) for size in example.sizes() for least in ((1, size + 1) if larger else (1,))]
+        return frozenset(size for size, least in sorted(ways) if self._is_wrong_from(example, size, least))
 
-    def _is_wrong_along_one(self, example: ExampleCall, size: int, each: bool) -> bool:
+    def is_wrong_beyond(self, example: ExampleCall) -> bool:
+        """Whether the graph is wrong for more examples than it was traced on if it is tried on fewer, too."""
+        beyond = None if example.has_places_elsewhere else example.beyond()
+        return beyond is not None and bool(self._first_verdict([beyond]))
+
+    def _is_wrong_from(self, example: ExampleCall, size: int, least: int) -> bool:
+        """Whether the graph is wrong where a size is another one, which is not less than ``least``."""
+        together = self._first_verdict(example.resized(size, least))
+        return together or self._is_wrong_along_one(example, size, least, together is None)
+
+    def _is_wrong_along_one(self, example: ExampleCall, size: int, least: int, each: bool) -> bool:
         """Whether the graph is wrong where one of the axes of a size has another.
 
         If all can have another, such as those of square images, one alone that the model takes is enough.
         """
-        alone = (self._first_verdict(calls) for calls in example.resized_alone(size))
+        alone = (self._first_verdict(calls) for calls in example.resized_alone(size, least))
         return any(alone) if each else next((verdict for verdict in alone if verdict is not None), False)
 
     def _first_verdict(self, calls: Iterable[ExampleCall]) -> bool | None:

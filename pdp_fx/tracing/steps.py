@@ -245,6 +245,7 @@ class Recording:
         outcome: the outcome of the run; None if nothing was run.
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
+        uses_threads: whether it handed work to other threads.
         draws: where the model branched on random numbers alone or on whether numbers are finite, in order.
         asked: where the model asked whether a selection is empty, in order.
         emptied: runs that were told of some selections that they are.
@@ -258,6 +259,7 @@ class Recording:
     flags: Flags = field(default_factory=dict[str, frozenset[tuple[str, bool]]])
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
+    uses_threads: bool = False
     draws: tuple[Draw, ...] = ()
     asked: tuple[Asked, ...] = ()
     emptied: tuple[Emptied, ...] = ()

@@ -57,7 +57,7 @@ def heed(recorder: Recorder, step: Step, result: Any, sizes: Facts) -> None:
         sizes: what else is to be checked.
     """
     if step.reason != DIFFERS_BY_MODE:
-        recorder.findings.sizes.read = True
+        recorder.findings.sizes.read = recorder.findings.sizes.hidden = True
     recorder.findings.returns_numbers |= has_numbers(result, recorder.origins.is_kept)
     if isinstance(result, torch.Tensor) and step.reason in ("", DIFFERS_BY_MODE):
         return

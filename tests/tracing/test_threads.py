@@ -43,7 +43,41 @@ class Scaled(Branches):
             return self.left(x) * pool.submit(torch.tanh, x).result()
 
 
-@pytest.mark.parametrize("kind", [Branches, ByFunctions, Scaled])
+FOUND = [0]
+
+
+class Leaves(Scaled):
+    """Another thread leaves a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self.note, args=(x,))
+        thread.start()
+        thread.join()
+        return self.left(x) * FOUND[0]
+
+    def note(self, x: Tensor) -> None:
+        FOUND[0] = int((x > 0).sum())
+
+
+class LeavesByPool(Leaves):
+    """One of a pool that was there before leaves it."""
+
+    pool = ThreadPoolExecutor(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pool.submit(self.note, x).result()
+        return self.left(x) * FOUND[0]
+
+
+class LeavesSize(Leaves):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[: FOUND[0]]
+
+    def note(self, x: Tensor) -> None:
+        FOUND[0] = len(x)
+
+
+@pytest.mark.parametrize("kind", [Branches, ByFunctions, Scaled, Leaves, LeavesByPool])
 def test_what_another_thread_computes_does_not_become_a_constant(kind: type[nn.Module]) -> None:
     with pytest.raises(TraceError, match=r"the thread that calls the model"):
         trace(kind(), torch.randn(3, 4))
@@ -53,6 +87,13 @@ def test_what_another_thread_computes_does_not_become_a_constant(kind: type[nn.M
 def test_a_part_that_computes_in_other_threads_is_kept_whole(kind: type[nn.Module]) -> None:
     kept = opaque(exact(Around(kind()), torch.randn(3, 4), torch.randn(5, 4)))
     assert "the thread that calls the model" in kept["inner"]
+
+
+def test_a_size_that_another_thread_leaves_is_insisted_on() -> None:
+    model = LeavesSize()
+    gm = exact(model, torch.randn(3, 4), torch.randn(3, 4))
+    with pytest.raises(AssertionError, match="holds for a batch of 3 only"):
+        gm(torch.randn(5, 4))
 
 
 class Table(Branches):

@@ -348,6 +348,21 @@ LIBRARY.define("size(Tensor x) -> (Tensor, int)")
 LIBRARY.impl("size", lambda x: (x * 1.0, x.shape[1]), "CompositeExplicitAutograd")
 
 
+LIBRARY.define("leave(Tensor x, int axis) -> Tensor")
+
+
+def leave_one(x: Tensor, axis: int) -> Tensor:
+    LEFT.number = x.shape[axis] if axis >= 0 else int(x.sum() > 0)
+    return x * 1.0
+
+
+LIBRARY.impl("leave", leave_one, "CompositeExplicitAutograd")
+
+
+def of_cut(x: Tensor) -> Tensor:
+    return torch.ops.unseen.leave(x, 1)[:, : LEFT.number]
+
+
 def of_split(x: Tensor) -> Tensor:
     parts = torch.ops.unseen.split(x)
     return parts[0] * len(parts)
@@ -368,11 +383,32 @@ class Calls(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "function", [of_sized, of_apart, of_leaves, of_subclass, of_split, of_unbind, of_unsafe_split]
+    "function", [of_sized, of_apart, of_leaves, of_cut, of_subclass, of_split, of_unbind, of_unsafe_split]
 )
 def test_what_functions_give_back_and_leave_is_checked(function: Callable[[Tensor], Tensor]) -> None:
     model = Calls(function)
     assert agree_or_refuse(trace(model, torch.randn(2, 5, 4)), model, 5, 7, 12) == 2
+
+
+def test_a_number_that_an_operator_leaves_is_no_constant() -> None:
+    with pytest.raises(TraceError, match="found in data in leave must get past the graph"):
+        trace(Calls(lambda x: torch.ops.unseen.leave(x, -1) * LEFT.number), torch.randn(2, 5, 4))
+
+
+@pytest.mark.parametrize(("rows", "other"), [(1, 2), (2, 1), (2, 3), (4, 2), (4, 5)])
+@pytest.mark.parametrize("use", [lambda x: x[: LEFT.number], lambda x: x + (LEFT.number > 1)])
+def test_a_batch_size_that_an_operator_leaves_is_no_constant(
+    rows: int, other: int, use: Callable[[Tensor], Tensor]
+) -> None:
+    model = Calls(lambda x: use(torch.ops.unseen.leave(x, 0))).eval()
+    gm, x = trace(model, torch.randn(rows, 5, 4)).eval(), torch.randn(other, 5, 4)
+    wanted = model(x)
+    try:
+        got = gm(x)
+    except AssertionError as err:
+        assert "holds for a batch of" in str(err)  # noqa: PT017 the graph need not refuse it
+    else:
+        assert torch.equal(got, wanted)
 
 
 def test_a_number_of_an_operator_of_others_is_no_constant() -> None:
