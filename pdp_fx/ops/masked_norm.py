@@ -61,7 +61,7 @@ def masked_layer_norm(
         share = share / share.sum()
         centred = wide - (wide * share).sum(-1, keepdim=True)
         scaled = centred * torch.rsqrt((centred.square() * share).sum(-1, keepdim=True) + eps)
-        return _affine(scaled, weight, bias, mask).to(_dtype_of(plain, input, input.ndim - 1))
+        return _as_given(_affine(scaled, weight, bias, mask), plain, input, input.ndim - 1)
 
     return _choose(mask, input.shape[-1], plain, masked)
 
@@ -88,7 +88,7 @@ def masked_rms_norm(
         share = share / share.sum()
         floor = torch.finfo(wide.dtype).eps if eps is None else eps
         scaled = wide * torch.rsqrt((wide.square() * share).sum(-1, keepdim=True) + floor)
-        return _affine(scaled, weight, None, mask).to(_dtype_of(plain, input, input.ndim - 1))
+        return _as_given(_affine(scaled, weight, None, mask), plain, input, input.ndim - 1)
 
     return _choose(mask, input.shape[-1], plain, masked)
 
@@ -128,7 +128,7 @@ def masked_group_norm(
         centred = grouped - (grouped * share).sum((2, 3), keepdim=True)
         scaled = centred * torch.rsqrt((centred.square() * share).sum((2, 3), keepdim=True) + eps)
         back = scaled.reshape(input.shape).movedim(1, -1)
-        return _affine(back, weight, bias, mask).movedim(-1, 1).to(_dtype_of(plain, input, 1))
+        return _as_given(_affine(back, weight, bias, mask).movedim(-1, 1), plain, input, 1)
 
     return _choose(mask, input.shape[1], plain, masked)
 
@@ -361,15 +361,26 @@ def _affine(scaled: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Te
     return result if bias is None else result + bias.to(scaled.dtype) * heavy
 
 
-def _dtype_of(plain: Callable[[Tensor], Tensor], input: Tensor, axis: int) -> torch.dtype:
-    """The dtype of the plain norm's result, which also depends on the dtype of its weights and on autocast.
+def _as_given(result: Tensor, plain: Callable[[Tensor], Tensor], input: Tensor, axis: int) -> Tensor:
+    """The result in the dtype and the order in memory that the plain norm gives.
+
+    The dtype also depends on that of its weights and on autocast. In memory the result is contiguous whatever
+    the input is, but for GroupNorm of images with the channels last; views of it may need that.
 
     Args:
-        plain: the norm.
-        input: its input; an empty tensor like it is passed to ``plain``.
+        result: that of the masked norm.
+        plain: the norm; an empty tensor like the input is passed to it.
+        input: its input.
         axis: the first axis whose size matters to the norm.
     """
-    return plain(input.new_empty((0, *input.shape[axis:]))).dtype
+    result = result.to(plain(input.new_empty((0, *input.shape[axis:]))).dtype)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.ndim if axis == 1 else 0)
+    if last is None or input.is_contiguous():
+        return result.contiguous()
+    # Half of the channels, say, lies in that order with gaps.
+    without_gaps = torch.empty_like(input, device="meta")
+    keeps = without_gaps.is_contiguous(memory_format=last)
+    return result.contiguous(memory_format=last if keeps else torch.contiguous_format)
 
 
 PLAIN: dict[Any, Callable[..., Tensor]] = {

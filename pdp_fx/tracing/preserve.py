@@ -1,42 +1,38 @@
 """Undoing all that runs of a user's model change.
 
 A forward pass may update BatchNorm statistics, draw random numbers, fill caches and set attributes. All of
-that is put back, whether or not the run succeeds: training flags, attributes, the contents of buffers and of
-plain lists and dicts that modules hold, the random number generators (`generators`), and whether gradients
-are on.
+that is put back, whether or not the run succeeds: training flags, attributes, the contents of buffers, of
+plain lists and dicts that modules hold, and of what is in these (`held`), the random number generators
+(`generators`), and whether gradients are on.
 """
 
-import operator
-from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import nn
 
 from pdp_fx.tracing.generators import generators_restored
+from pdp_fx.tracing.held import CONTAINERS, Kept, content_of, held_by, refill, same_content
 from pdp_fx.tracing.restoring import blocks_ended
 from pdp_fx.tracing.structure import OF_TORCH, are_equal
-
-# Hooks are in an OrderedDict, caches in anything.
-_CONTAINERS = (dict, list, set, deque)
 
 Values = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, each with a copy of what it held."""
 
 
-class _Parameters:
-    """The parameters that an `unwritten` block keeps.
+class _Kept:
+    """What an `unwritten` block keeps: parameters, and what modules hold.
 
     Attributes:
-        watched: those that runs may write to.
+        watched: the parameters that runs may write to.
         written: those that a run has written to.
+        held: what the modules hold.
     """
 
-    def __init__(self, values: Values) -> None:
-        self.watched = values
+    def __init__(self, values: Values, held: list[Kept]) -> None:
+        self.watched, self.held = values, held
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def put_back(self) -> None:
@@ -44,7 +40,7 @@ class _Parameters:
         self.written |= {id(pair[0]): pair for pair in _put_back(self.watched)}
 
 
-_PARAMETERS: ContextVar[_Parameters | None] = ContextVar("parameters", default=None)
+_KEPT: ContextVar[_Kept | None] = ContextVar("kept", default=None)
 """Those of the innermost `unwritten` block."""
 
 Changes = dict[nn.Module, list[str]]
@@ -61,8 +57,10 @@ def preserved(*models: nn.Module) -> Generator[None, None, None]:
     saved = [_Saved(module) for module in modules.values()]
     # Should one not be restored, the others are.
     with generators_restored(), ExitStack() as stack, blocks_ended():
-        if (parameters := _PARAMETERS.get()) is not None:
-            stack.callback(parameters.put_back)
+        if (kept := _KEPT.get()) is not None:
+            stack.callback(kept.put_back)
+        for thing in held_by(modules.values()) if kept is None else kept.held:
+            stack.callback(_put_back_held, thing)
         for item in saved:
             stack.callback(item.restore)
         yield
@@ -73,17 +71,18 @@ def unwritten(model: nn.Module) -> Generator[None, None, None]:
     """Restore the values of a model's parameters at the end, since runs may write to them.
 
     An embedding with ``max_norm`` does so, and code that clamps or normalises weights before it uses them.
-    Inside the block, `preserved` restores them, too. Nested blocks share one copy.
+    Inside the block, `preserved` restores them, too, and what the modules of this model held at its start.
+    Nested blocks share one copy.
     """
-    if _PARAMETERS.get() is not None:
+    if _KEPT.get() is not None:
         yield
         return
     kept = tuple((tensor, tensor.detach().clone()) for tensor in model.parameters() if not tensor.is_meta)
-    outer = _PARAMETERS.set(_Parameters(kept))
+    outer = _KEPT.set(_Kept(kept, held_by(model.modules())))
     try:
         yield
     finally:
-        _PARAMETERS.reset(outer)
+        _KEPT.reset(outer)
         _put_back(kept)
 
 
@@ -92,8 +91,8 @@ def all_is_written() -> None:
 
     The other parameters are then compared at the end only, and not after each run.
     """
-    if (parameters := _PARAMETERS.get()) is not None:
-        parameters.watched = tuple(parameters.written.values())
+    if (kept := _KEPT.get()) is not None:
+        kept.watched = tuple(kept.written.values())
 
 
 @contextmanager
@@ -114,8 +113,8 @@ class _Saved:
         self.module = module
         self.training = module.training
         self.attributes = dict(vars(module))
-        tables = [item for item in self.attributes.items() if isinstance(item[1], _CONTAINERS)]
-        self.contents = [(name, table, table.copy()) for name, table in tables if table]
+        tables = [item for item in self.attributes.items() if isinstance(item[1], CONTAINERS)]
+        self.contents = [(name, table, content_of(table)) for name, table in tables if table]
         # Most of the dozen tables of a module.
         self.empty = {name: table for name, table in tables if not table}
         self.buffers = [
@@ -132,17 +131,17 @@ class _Saved:
         if self.module.training != self.training:
             # All that most runs change; a scripted module keeps it elsewhere.
             self.module.training = self.training
-        if not _identical(state, self.attributes):
-            self._note(*(name for name in {**state, **self.attributes} if self._is_other(name)))
+        if not same_content(state, self.attributes):
+            _note(self.module, *(name for name in {**state, **self.attributes} if self._is_other(name)))
             state.clear()
             state.update(self.attributes)
         for name, table, content in self.contents:
-            if not _same_content(table, content):
-                self._note(name)
-                _refill(table, content)
+            if not same_content(table, content):
+                _note(self.module, name)
+                refill(table, content)
         if any(self.empty.values()):
             filled = [name for name, table in self.empty.items() if table]
-            self._note(*filled)
+            _note(self.module, *filled)
             for name in filled:
                 self.empty[name].clear()
         _put_back(self.buffers)
@@ -156,32 +155,18 @@ class _Saved:
     def _is_other(self, name: str) -> bool:
         return vars(self.module).get(name) is not self.attributes.get(name)
 
-    def _note(self, *names: str) -> None:
-        changes = _CHANGES.get()
-        own = [name for name in names if name not in OF_TORCH]
-        if changes is not None and own:
-            noted = changes.setdefault(self.module, [])
-            noted += [name for name in own if name not in noted]
+
+def _note(module: nn.Module, *names: str) -> None:
+    changes = _CHANGES.get()
+    own = [name for name in names if name not in OF_TORCH]
+    if changes is not None and own:
+        noted = changes.setdefault(module, [])
+        noted += [name for name in own if name not in noted]
 
 
-def _same_content(container: Any, content: Any) -> bool:
-    return container == content if isinstance(container, set) else _identical(container, content)
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list | deque):
-        container.extend(content)
-    else:
-        container.update(content)
-
-
-def _identical(container: Any, content: Any) -> bool:
-    if len(container) != len(content):
-        return False
-    if not all(map(operator.is_, container, content)):
-        return False
-    return isinstance(container, list | deque) or all(map(operator.is_, container.values(), content.values()))
+def _put_back_held(thing: Kept) -> None:
+    if thing.put_back():
+        _note(thing.module, thing.name)
 
 
 def _put_back(values: Values) -> Values:

@@ -115,6 +115,31 @@ def test_a_group_norm_loses_the_same_places_of_all_groups_or_whole_groups() -> N
         torch.testing.assert_close(found[:, stays], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [masked_layer_norm, masked_rms_norm, masked_group_norm])
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda x: x,
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: torch.cat([x, x], 1)[:, ::2],
+        lambda x: torch.cat([x, x], 1).contiguous(memory_format=torch.channels_last)[:, :8],
+        lambda x: torch.cat([x, x], 3).contiguous(memory_format=torch.channels_last)[..., :4],
+        lambda x: x[..., :1].expand(x.shape),
+        lambda x: x[:, :, :1, :1].contiguous(memory_format=torch.channels_last),
+    ],
+)
+def test_results_lie_in_memory_as_those_of_the_norm_do(
+    kind: Callable[..., Tensor], order: Callable[[Tensor], Tensor]
+) -> None:
+    """Views of them may need that."""
+    x = order(torch.randn(2, 8, 6, 4))
+    x, of = (x, 4) if kind is masked_group_norm else (x.permute(0, 2, 3, 1), [8])
+    mask = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 1])
+    assert kind(x, of, mask=mask).stride() == PLAIN[kind](x, of).stride()
+
+
 def test_one_mask_for_a_whole_group_only_scales_it_and_its_gradients_are_finite() -> None:
     x, weight, bias = some(3, 12, 5), some(12), some(12).flip(0)
     for value in (1e-300, 1e-30, 0.1, 0.3, 0.9, 0.0):

@@ -1,7 +1,13 @@
 """What a model keeps from one call to its next outside its buffers."""
 
+import copy
 import itertools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,6 +81,70 @@ class Measures(nn.Module):
         return x * (torch.arange(x.shape[0]) < self.capacity)[:, None]
 
 
+class Slots:
+    """An object without a dict."""
+
+    __slots__ = ("last", "mean")
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+
+class Caches(nn.Module):
+    """Computes something of what it is given first, and keeps it in something else than an attribute.
+
+    Args:
+        held: what it is kept in.
+        get: what is kept in that; None at first.
+        put: keeps it there.
+    """
+
+    def __init__(self, held: Any, get: Callable[[Any], Any], put: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.held, self.get, self.put = held, get, put
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.get(self.held) is None:
+            self.put(self.held, x.detach().mean())
+        return x * self.get(self.held)
+
+
+def in_object(held: Any) -> Caches:
+    return Caches(held, lambda held: held.mean, lambda held, mean: setattr(held, "mean", mean))
+
+
+def in_dict() -> Caches:
+    held = {"stages": ([{}],)}
+    return Caches(
+        held,
+        lambda held: held["stages"][0][0].get("mean"),
+        lambda held, mean: held["stages"][0][0].update(mean=mean),
+    )
+
+
+def in_array() -> Caches:
+    def put(held: Any, mean: Tensor) -> None:
+        held[0] = mean.item()
+
+    return Caches(np.zeros(1), lambda held: float(held[0]) or None, put)
+
+
+def in_tensor() -> Caches:
+    def put(held: Tensor, mean: Tensor) -> None:
+        held.copy_(mean)
+
+    return Caches(torch.zeros(1), lambda held: held if held.item() else None, put)
+
+
+WITHIN = {
+    "object": lambda: in_object(SimpleNamespace(mean=None)),
+    "slots": lambda: in_object(Slots()),
+    "dict": in_dict,
+    "array": in_array,
+    "tensor": in_tensor,
+}
+
+
 class Notes(nn.Module):
     """Keeps things for others to look at, and never looks at them itself."""
 
@@ -123,6 +193,79 @@ def test_what_a_small_call_keeps_may_limit_a_larger_one() -> None:
 def test_a_forward_that_acts_by_what_it_has_kept_is_refused(model: nn.Module, names: str) -> None:
     with pytest.raises(TraceError, match=f"it keeps {names} for its next call, outside its buffers"):
         trace(model, torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_what_is_kept_in_something_that_a_module_holds_is_seen_and_put_back(within: str) -> None:
+    inner = WITHIN[within]()
+    with torch.no_grad():
+        gm = exact(Around(inner), torch.randn(3, 4), torch.randn(5, 4))
+    assert list(opaque(gm)) == ["inner"]
+    assert inner.get(inner.held) is None
+
+
+@pytest.mark.parametrize("within", ["object", "slots", "dict"])
+def test_a_forward_that_acts_by_what_it_keeps_so_is_refused(within: str) -> None:
+    with pytest.raises(TraceError, match="it keeps held for its next call, outside its buffers"):
+        trace(WITHIN[within](), torch.randn(3, 4))
+
+
+class Distribution:
+    """Holds what a policy has last given."""
+
+    mean: Tensor | None = None
+    history: tuple[list[Tensor], ...] = ()
+
+
+class Policy(nn.Module):
+    """Keeps its last result in an object, for others to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(4, 4), Distribution()
+        self.of.history = ([],)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean: Tensor = self.layer(x)
+        self.of.mean = mean
+        self.of.history[0].append(mean)
+        return self.of.mean.tanh()
+
+
+def test_no_tensor_with_a_history_stays_in_what_a_module_holds() -> None:
+    model = Policy()
+    assert not opaque(exact(model, torch.randn(3, 4), torch.randn(5, 4)))
+    model = Policy()
+    trace(model, torch.randn(3, 4))
+    assert copy.deepcopy(model).of.history == ([],)
+    assert "mean" not in vars(model.of)
+
+
+class Journal:
+    """Works beside the model, under a lock of its own."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+    def note(self) -> None:
+        with self.lock:
+            self.calls += 1
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.journal = nn.Linear(4, 4), Journal()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.journal.note()
+        return self.layer(x)
+
+
+def test_what_works_beside_a_model_is_left_alone() -> None:
+    model = Noted()
+    trace(model, torch.randn(3, 4))
+    assert model.journal.calls > 1
 
 
 def test_what_is_kept_for_others_changes_nothing() -> None:
