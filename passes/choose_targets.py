@@ -17,6 +17,7 @@ from pdp_fx.errors import SpecError
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.passes.find_sites import Site, Sites
+from pdp_fx.tracing.objects import MethodOf
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,16 @@ class ChooseTargets(Pass):
 
 
 def _kept_whole(gm: fx.GraphModule, rules: dict[str, Rule | None]) -> dict[str, str]:
-    """Modules that were not looked into, and so keep the channels of all layers in them; with the reason."""
-    names, found = owned_names(gm), dict[str, str]()
+    """Modules and methods that were not looked into, and so keep all channels in them; with the reason."""
+    names, found, named = owned_names(gm), dict[str, str](), dict(gm.named_parameters(remove_duplicate=False))
     for node in gm.graph.find_nodes(op="call_module"):
         if not is_opaque(gm, node):
             continue
         target = str(node.target)
         module = gm.get_submodule(target)
-        if any(p.ndim > 1 and isinstance(rules.get(names[id(p)]), Channels) for p in module.parameters()):
+        used = module.uses if isinstance(module, MethodOf) else ()
+        held = [*module.parameters(), *(named[name] for name in used if name in named)]
+        if any(p.ndim > 1 and isinstance(rules.get(names[id(p)]), Channels) for p in held):
             found[target] = f"{why_unseen(module, node)[0]}, so the channels in it stay"
     return found
 

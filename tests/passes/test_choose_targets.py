@@ -151,6 +151,22 @@ class SkipsLayers(nn.Module):
         return self.out(self.hidden(x).relu()) if x.sum() > 0 else x
 
 
+class SkipsInMethod(SkipsLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.either(x)
+
+    def either(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(x).relu()) if x.sum() > 0 else x
+
+
+def test_channels_inside_a_method_that_decides_are_said_with_the_line_that_does() -> None:
+    why = (
+        r"by this spec:\n  either: either decides by its data what it does: .*so the channels"
+    )
+    with pytest.raises(SpecError, match=why):
+        prepare_until(SkipsInMethod(), at_once(Channels(ratio=0.5)), torch.randn(2, 6), "choose-targets")
+
+
 def test_channels_inside_a_module_that_decides_are_said_with_the_line_that_does() -> None:
     why = (
         r"SkipsLayers decides by its data what it does: it branches on the numbers in a tensor "
