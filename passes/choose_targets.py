@@ -77,7 +77,9 @@ class ChooseTargets(Pass):
             reasons = [f"  {name}: {why}" for name, why in plan.skipped]
             reasons += [f"  {group.name}: {reason}" for group in plan.kept for reason in group.reasons]
             if not reasons:
-                reasons = ["  its rules name no weight of a conv or linear layer, and no channels"]
+                reasons = [
+                    "  its rules name no weight of a conv or linear layer, nor several channels of one"
+                ]
             raise SpecError("nothing in the model can be pruned by this spec:\n" + "\n".join(reasons))
 
 

@@ -82,6 +82,9 @@ class FindSites(Pass):
             matrices = [name for name, tensor in gm.named_parameters() if tensor.ndim > 1]
             missed = [name for name in matrices if name in sites.out_of_reach]
             reasons = [f"\n  no mask can be put on {name}, {sites.out_of_reach[name]}" for name in missed]
+            vectors = ", ".join(name for name, _ in gm.named_parameters())
+            if vectors and not matrices:
+                reasons = [f"\n  its parameters have one axis at most: {vectors}"]
             raise SpecError(f"the model has no conv or linear weight that can be pruned{''.join(reasons)}")
 
 

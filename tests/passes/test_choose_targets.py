@@ -151,6 +151,11 @@ class SkipsLayers(nn.Module):
         return self.out(self.hidden(x).relu()) if x.sum() > 0 else x
 
 
+def test_a_layer_of_one_channel_cannot_lose_channels() -> None:
+    with pytest.raises(SpecError, match="nor several channels of one"):
+        prepare_until(nn.Linear(6, 1), at_once(Channels(ratio=0.5)), torch.randn(2, 6), "choose-targets")
+
+
 class SkipsInMethod(SkipsLayers):
     def forward(self, x: Tensor) -> Tensor:
         return self.either(x)
@@ -160,9 +165,7 @@ class SkipsInMethod(SkipsLayers):
 
 
 def test_channels_inside_a_method_that_decides_are_said_with_the_line_that_does() -> None:
-    why = (
-        r"by this spec:\n  either: either decides by its data what it does: .*so the channels"
-    )
+    why = r"by this spec:\n  either: either decides by its data what it does: .*so the channels"
     with pytest.raises(SpecError, match=why):
         prepare_until(SkipsInMethod(), at_once(Channels(ratio=0.5)), torch.randn(2, 6), "choose-targets")
 
