@@ -1,4 +1,4 @@
-"""The compiler's passes, one in each file, and the two pipelines that run them in order.
+"""The compiler's passes, one in each file, and the pipelines that run them in order.
 
 `pdp_fx.api.prepare` runs `PREPARE` on a traced graph, and `pdp_fx.proving` runs `CONVERT` on a copy of a
 prepared one. Passes leave their results for later ones in the `pdp_fx.compiler.Context`.
@@ -43,3 +43,6 @@ CONVERT = Pipeline(
         VerifyEquivalence(),  # outputs are those of the prepared model
     )
 )
+
+CONVERT_UNFOLDED = Pipeline(tuple(each for each in CONVERT.passes if not isinstance(each, FoldBatchNorm)))
+"""The same with every BatchNorm where it was."""

@@ -35,3 +35,4 @@ from pdp_fx.spec import PruneSpec as PruneSpec
 from pdp_fx.spec import Schedule as Schedule
 from pdp_fx.spec import Unstructured as Unstructured
 from pdp_fx.tau_search import find_tau as find_tau
+from pdp_fx.transplant import transplant as transplant

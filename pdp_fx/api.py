@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.collecting import collecting_new
-from pdp_fx.compiler import Context, OnPass
+from pdp_fx.compiler import Context, OnPass, Pipeline
 from pdp_fx.errors import PassError, SpecError, StateError, VerifyError
 from pdp_fx.example_inputs import normalised
 from pdp_fx.field_checks import described, refuse_uncallable
@@ -24,7 +24,7 @@ from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.finite import all_finite
 from pdp_fx.ops.kinds import named_modules
-from pdp_fx.passes import PREPARE
+from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.label_channels import LabelWatch
@@ -178,6 +178,11 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
             this would be a bug of this package.
         PassError: a pass failed.
     """
+    return converted(model, on_pass, CONVERT)
+
+
+def converted(model: nn.Module, on_pass: OnPass | None, pipeline: Pipeline) -> fx.GraphModule:
+    """`convert` by a pipeline of your choice; arguments, result and errors are those."""
     refuse_uncallable("convert: on_pass", on_pass)
     gm, pruner = find_one(model, "convert")
     pruner.check_numbers("convert")
@@ -196,7 +201,7 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
     pruner.check_hard(gm)
     try:
-        return proved(gm, on_pass)
+        return proved(gm, on_pass, pipeline)
     except (PassError, VerifyError) as err:
         changed = _changed_table(gm, pruner)
         if changed is None:

@@ -12,17 +12,16 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.channels.elsewhere import widths_of
-from pdp_fx.compiler import Context, OnPass
+from pdp_fx.compiler import Context, OnPass, Pipeline
 from pdp_fx.errors import PdpError, StateError, VerifyError
 from pdp_fx.example_inputs import matching
 from pdp_fx.fingerprint import fingerprint
-from pdp_fx.passes import CONVERT
 from pdp_fx.passes.verify_equivalence import (
     Precision,
     Reference,
@@ -40,6 +39,8 @@ from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.verify import run, tried
 
 logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 """The difference, relative to the output's scale, that is allowed at first."""
@@ -92,8 +93,13 @@ def _masked(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, training
 _OURS = "This is a bug of this package; your model is untouched"
 
 
-def proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
+def proved(gm: fx.GraphModule, on_pass: OnPass | None, pipeline: Pipeline) -> fx.GraphModule:
     """Convert a copy of ``gm``; if rounding hides whether the outputs are equal, float64 decides.
+
+    Args:
+        gm: the prepared model.
+        on_pass: as in `pdp_fx.convert`.
+        pipeline: the passes that convert it.
 
     Raises:
         VerifyError: the outputs differ by more than rounding explains.
@@ -101,17 +107,17 @@ def proved(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
     """
     dtype = next((p.dtype for p in gm.parameters() if p.is_floating_point()), torch.float32)
     if dtype == torch.float64:
-        return _proved_in_double(gm, on_pass)
+        return _proved_in_double(gm, on_pass, pipeline)
     if dtype in TOLERANCE:
         with contextlib.suppress(VerifyError):
-            return _converted(_copy(gm), TOLERANCE[dtype], on_pass)
-    return _proved_by_twin(gm, dtype, on_pass)
+            return _converted(copied(gm), TOLERANCE[dtype], on_pass, pipeline)
+    return _proved_by_twin(gm, dtype, on_pass, pipeline)
 
 
-def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphModule:
+def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None, pipeline: Pipeline) -> fx.GraphModule:
     """Convert a copy in float64; a larger difference is allowed only if the model amplifies rounding."""
     try:
-        return _converted(_copy(gm), TOLERANCE[torch.float64], on_pass)
+        return _converted(copied(gm), TOLERANCE[torch.float64], on_pass, pipeline)
     except VerifyError:
         pruner = cast(Pruner, gm.get_submodule(CHILD))
         inputs = matching(cast(Inputs, pruner.example_inputs), gm)
@@ -119,7 +125,7 @@ def _proved_in_double(gm: fx.GraphModule, on_pass: OnPass | None) -> fx.GraphMod
         allowed = allowed_for(max(rounding_effect(gm, call) for call in calls))
         if allowed == TOLERANCE[torch.float64]:
             raise
-    return _converted(_copy(gm), allowed, on_pass)
+    return _converted(copied(gm), allowed, on_pass, pipeline)
 
 
 def allowed_for(rounding: float) -> float:
@@ -128,7 +134,9 @@ def allowed_for(rounding: float) -> float:
     return allowed if TOLERANCE[torch.float64] < allowed < MOST_AMPLIFIED else TOLERANCE[torch.float64]
 
 
-def _proved_by_twin(gm: fx.GraphModule, dtype: torch.dtype, on_pass: OnPass | None) -> fx.GraphModule:
+def _proved_by_twin(
+    gm: fx.GraphModule, dtype: torch.dtype, on_pass: OnPass | None, pipeline: Pipeline
+) -> fx.GraphModule:
     """Convert a copy after a copy in float64, the twin, was converted and found equal.
 
     Rounding in the model's dtype can exceed the tolerance; in float64 it cannot, so a difference there proves
@@ -143,17 +151,17 @@ def _proved_by_twin(gm: fx.GraphModule, dtype: torch.dtype, on_pass: OnPass | No
     """
     loose = max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
     try:
-        twin = in_double(_copy(gm))
-        _proved_in_double(twin, None)
+        twin = in_double(copied(gm))
+        _proved_in_double(twin, None, pipeline)
     except VerifyError:
         raise
     except (PdpError, RuntimeError, TypeError) as err:
         logger.info("convert was checked in %s only: the model cannot run in float64: %s", dtype, err)
-        return _converted(_copy(gm), loose, on_pass)
+        return _converted(copied(gm), loose, on_pass, pipeline)
     tolerance = max(loose, AMPLIFIED * _rounding_of(gm, twin, dtype))
     better = torch.float64 if dtype == torch.float32 else torch.float32
     try:
-        return _converted(_copy(gm), min(tolerance, sys.float_info.max), on_pass, labels=False)
+        return _converted(copied(gm), min(tolerance, sys.float_info.max), on_pass, pipeline, labels=False)
     except VerifyError as err:
         raise VerifyError(
             f"{err}. In float64 it gives the same, so it is the rounding of {dtype} that spoils it: convert "
@@ -178,8 +186,12 @@ def _rounding_of(gm: fx.GraphModule, twin: fx.GraphModule, dtype: torch.dtype) -
     return max(effect, rounding_effect(gm, inputs, labels=False, roundings=AMPLIFIED))
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A deep copy, in which results of the last forward that hooks may have stored are detached."""
+def copied(model: Model) -> Model:
+    """A deep copy, in which results of the last forward that hooks may have stored are detached.
+
+    Raises:
+        StateError: the model cannot be copied.
+    """
     deepcopy = Tensor.__deepcopy__
 
     def without_history(tensor: Tensor, memo: Any) -> Any:
@@ -194,23 +206,23 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
     try:
         with ALONE, replaced(Tensor, "__deepcopy__", without_history):
-            copied = copy.deepcopy(gm, _empty_tables(gm))
+            made = copy.deepcopy(model, _empty_tables(model))
     except Exception as err:
         raise StateError(f"the model cannot be copied: {type(err).__name__}: {err}") from err
     # Every graph module has a class of its own, whose name deepcopy forgets.
-    type(copied).__name__ = type(gm).__name__
-    return copied
+    type(made).__name__ = type(model).__name__
+    return made
 
 
-def _empty_tables(gm: fx.GraphModule) -> dict[int, Any]:
+def _empty_tables(model: nn.Module) -> dict[int, Any]:
     """A memo for deepcopy with the empty tables of all modules, a dozen each, whose copying takes long."""
-    tables = [value for module in gm.modules() for value in vars(module).values()]
+    tables = [value for module in model.modules() for value in vars(module).values()]
     empty = [table for table in tables if type(table) is OrderedDict and not table]
     return {id(table): OrderedDict[str, Any]() for table in empty}
 
 
 def _converted(
-    gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None, labels: bool = True
+    gm: fx.GraphModule, tolerance: float, on_pass: OnPass | None, pipeline: Pipeline, labels: bool = True
 ) -> fx.GraphModule:
     """Convert ``gm`` in place and return the plain result.
 
@@ -218,6 +230,7 @@ def _converted(
         gm: a copy of the prepared model.
         tolerance: the difference allowed, relative to the scale of the output.
         on_pass: as in `pdp_fx.convert`.
+        pipeline: as for `proved`.
         labels: as in `Reference`; if labels may differ, nothing is compared at other sizes.
     """
     pruner = gm.get_submodule(CHILD)
@@ -242,7 +255,7 @@ def _converted(
         else:
             outputs = _given_by(gm, inputs)
         ctx.put(Reference(outputs, tolerance, labels, _elsewhere(gm, pruner, inputs) if labels else ()))
-    CONVERT.run(gm, ctx, on_pass)
+    pipeline.run(gm, ctx, on_pass)
     return plain(gm)
 
 

@@ -221,3 +221,28 @@ def test_a_model_generates_with_the_forward_of_the_converted_one() -> None:
     assert not torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), wanted)
     model.forward = lambda input_ids, **_: small(input_ids=input_ids)
     assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), wanted)
+
+
+def test_a_pruned_language_model_generates_as_its_graph_does() -> None:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32, use_cache=False)
+    model: Any = GPT2LMHeadModel(config)
+    ids = torch.randint(64, (2, 6))
+    spec = PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0), overrides={"re:.*attn.*": None})
+    prepared = pdp_fx.prepare(model, spec, {"input_ids": ids})
+    pdp_fx.step(prepared)
+    small, own = pdp_fx.convert(prepared), pdp_fx.transplant(prepared, model)
+    wanted = ids
+    for _ in range(8):
+        logits: Any = small(input_ids=wanted).logits
+        wanted = torch.cat([wanted, logits[:, -1].argmax(-1, keepdim=True)], 1)
+    given: Any = own
+    got = given.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=8,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=-1,
+    )
+    assert torch.equal(got, wanted)
+    assert sum(map(torch.numel, own.parameters())) < sum(map(torch.numel, model.parameters()))

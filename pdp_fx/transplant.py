@@ -1,0 +1,164 @@
+"""`transplant`: the smaller layers in a copy of the user's own model.
+
+A converted model is a graph, which does what the model did on inputs like the example. What Python decides
+anew at each call, such as how long a list is or when a text ends, is in the code of the user's class only. So
+the layers and parameters of the converted graph are put into a copy of the model, and the copy has to give
+what the graph gives; where its code says how many channels there are, it does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch import fx, nn
+
+from pdp_fx.api import converted
+from pdp_fx.collecting import collecting_new
+from pdp_fx.errors import StateError, VerifyError
+from pdp_fx.example_inputs import matching
+from pdp_fx.field_checks import described
+from pdp_fx.ops.kinds import named_modules
+from pdp_fx.passes import CONVERT_UNFOLDED
+from pdp_fx.proving import copied
+from pdp_fx.pruner import CHILD, find, find_one
+from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.leaves import is_layer
+from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.shells import is_shell
+from pdp_fx.tracing.source import source_of
+from pdp_fx.tracing.verify import tried
+
+
+@collecting_new()
+@torch.inference_mode(False)
+def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
+    """Convert ``prepared``, and put the smaller layers into a copy of your own model.
+
+    The result has the methods of your class, such as ``generate``, and does what a graph cannot, such as
+    taking lists of any length. Its BatchNorm is not folded, so that it can be trained further.
+
+    Args:
+        prepared: a prepared model, as for `convert`; it is not changed.
+        model: what was given to `prepare`, or another of the same architecture; it is not changed.
+
+    Returns:
+        a copy of ``model`` in eval mode. Its outputs equal those of the converted model up to rounding on the
+        example inputs, and on others that both take: another batch, other sizes, and other numbers.
+
+    Raises:
+        StateError: as for `convert`; or ``prepared`` was made without example inputs, or of another model.
+        SpecError: as for `convert`.
+        VerifyError: the code of ``model`` does not go with the smaller layers, as where it counts channels or
+            heads itself, or computes a weight that `convert` writes down; the message says where it fails.
+            Or as for `convert`.
+        PassError: as for `convert`.
+
+    Example:
+        >>> from pdp_fx import Channels, PruneSpec, Schedule, prepare, step
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> prepared = prepare(model, PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0)), torch.ones(1, 4))
+        >>> step(prepared)
+        >>> transplant(prepared, model)[0]
+        Linear(in_features=4, out_features=4, bias=True)
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StateError(f"transplant needs the model that was given to prepare, got {described(model)}")
+    gm, pruner = find_one(prepared, "transplant")
+    if pruner.example_inputs is None:
+        raise StateError(
+            "the model was prepared without example inputs, on which the result has to be compared; write "
+            "prepare(model, spec, example_inputs)"
+        )
+    _refuse_another(gm, model)
+    small = converted(prepared, None, CONVERT_UNFOLDED)
+    made = copied(model).eval()
+    _fill(made, small)
+    _check(made, small, model, ExampleCall(*matching(pruner.example_inputs, small)))
+    return made
+
+
+def _refuse_another(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Refuse a model that has not the parameters of the prepared one, by their names and shapes."""
+    if find(model) is not None:
+        raise StateError("the second model is prepared, too; give the one that was given to prepare")
+    own = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, parameter in gm.named_parameters():
+        if not name.startswith(f"{CHILD}.") and own.get(name) != parameter.shape:
+            raise StateError(
+                f"the model has no parameter {name} of shape {tuple(parameter.shape)}, as the prepared one "
+                "has; give the model that was given to prepare, or one of its architecture"
+            )
+
+
+def _fill(made: nn.Module, small: fx.GraphModule) -> None:
+    """Put the layers, parameters and buffers of a converted graph where a model has its own."""
+    own = dict(named_modules(made))
+    for path, layer in named_modules(small):
+        if is_layer(layer) and not is_shell(layer) and isinstance(own.get(path), type(layer)):
+            made.set_submodule(path, layer)
+    owners = dict(named_modules(made))
+    parameters = small.named_parameters(remove_duplicate=False)
+    lengths: dict[str, set[tuple[int, int]]] = {}
+    for name, tensor in (*parameters, *small.named_buffers(remove_duplicate=False)):
+        path, _, leaf = name.rpartition(".")
+        owner = owners.get(path)
+        if owner is None or leaf not in {**owner._parameters, **owner._buffers}:
+            continue
+        lengths.setdefault(path, set()).update(zip(getattr(owner, leaf).shape, tensor.shape, strict=False))
+        setattr(owner, leaf, tensor)
+    for path, changed in lengths.items():
+        _recount(owners[path], changed)
+
+
+def _recount(owner: nn.Module, changed: set[tuple[int, int]]) -> None:
+    """Give a module's numbers of channels as they are now, such as the ``nf`` of a `Conv1D` of transformers.
+
+    Args:
+        owner: a module with parameters or buffers of its own.
+        changed: how long their axes were, and are. A length that has become two says nothing.
+    """
+    before = Counter(length for length, _ in changed)
+    for length, now in changed:
+        if length == now or before[length] > 1:
+            continue
+        for name, value in vars(owner).items():
+            if type(value) is int and value == length:
+                vars(owner)[name] = now
+
+
+def _check(made: nn.Module, small: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
+    """Check that a model gives what the converted graph gives, on the example and on what else both take.
+
+    Raises:
+        VerifyError: it does not.
+    """
+    for call in (example, *_variations(example)):
+        wanted = tried(small, call, training=False)
+        if not isinstance(wanted, Outcome):
+            continue
+        got = tried(made, call, training=False)
+        if isinstance(got, Exception) and isinstance(tried(model, call, training=False), Exception):
+            continue
+        if isinstance(got, Exception):
+            problem = f"fails with its smaller layers: {type(got).__name__}: {got} ({source_of(got)})"
+        elif wanted.is_near(got):
+            continue
+        else:
+            problem = f"with its smaller layers {wanted.difference(got)}"
+        raise VerifyError(
+            f"{type(made).__name__} {problem}. Its code goes by what has changed, as by how many channels or "
+            "heads there were, or by a weight that it computes: let that stay, by an override of the spec, "
+            "or use the graph that convert gives"
+        )
+
+
+def _variations(example: ExampleCall) -> Iterator[ExampleCall]:
+    """Calls with other batches, other numbers and other sizes."""
+    yield from example.others()
+    yield from islice(example.with_other_numbers(), 2)
+    if not example.has_places_elsewhere:
+        for size in sorted(example.sizes()):
+            yield from example.resized(size)

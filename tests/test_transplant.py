@@ -1,0 +1,209 @@
+"""The layers of a converted graph in the user's own class."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import pdp_fx
+from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured, VerifyError
+from pdp_fx.granularity import Rule
+from pdp_fx.tracing.examples import ExampleInputs
+from tests.nets import at_once
+
+
+def pruned(model: nn.Module, example: ExampleInputs | None, rule: Rule, **more: Any) -> nn.Module:
+    """The model prepared, with all that is to go pruned."""
+    spec = PruneSpec(rule, schedule=Schedule(0, 1.0), allocation="uniform", **more)
+    prepared = pdp_fx.prepare(model, spec, example)
+    pdp_fx.step(prepared)
+    return prepared.eval()
+
+
+def size(model: nn.Module) -> int:
+    return sum(int(parameter.count_nonzero()) for parameter in model.parameters())
+
+
+class Images(nn.Module):
+    """Classifies a list of images of any size, each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.conv, self.head = nn.Conv2d(8, 12, 3), nn.Linear(12, 5)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        return torch.stack([self.one(image[None]) for image in images])
+
+    def one(self, image: Tensor) -> Tensor:
+        x = self.norm(self.stem(image)).relu()
+        return self.head(self.conv(x).relu().mean((2, 3)))[0]
+
+
+def images(*sizes: int) -> list[Tensor]:
+    return [torch.rand(3, size, size + 1, dtype=torch.float64) for size in sizes]
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), NM(2, 4), Channels(ratio=0.5)])
+def test_it_gives_what_the_converted_model_gives_and_takes_lists_of_any_length(rule: Rule) -> None:
+    model = Images().double()
+    model.norm.load_state_dict({**model.norm.state_dict(), "running_var": torch.rand(8) + 0.5})
+    state = copy.deepcopy(model.state_dict())
+    prepared = pruned(model, (images(9, 12),), rule)
+    made = pdp_fx.transplant(prepared, model)
+    small = pdp_fx.convert(prepared)
+    assert type(made) is Images
+    assert not made.training
+    given = images(10, 7)
+    torch.testing.assert_close(made(given), small(given), rtol=0, atol=1e-12)
+    more = images(9, 8, 12)
+    single = torch.stack([prepared([image, image])[0] for image in more])
+    torch.testing.assert_close(made(more), single, rtol=0, atol=1e-12)
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+    assert size(made) < size(model)
+
+
+def test_it_keeps_its_norms_and_trains_on() -> None:
+    model = Images()
+    made: Any = pdp_fx.transplant(pruned(model, ([torch.rand(3, 9, 9)],), Channels(ratio=0.5)), model)
+    assert made.norm.num_features == 4
+    optimizer = torch.optim.SGD(made.parameters(), 0.1)
+    made.train()
+    before = made.norm.running_mean.clone()
+    made([torch.rand(3, 9, 9), torch.rand(3, 8, 8)]).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(made.norm.running_mean, before)
+    assert all(parameter.grad is not None for parameter in made.parameters())
+
+
+class Transposed(nn.Module):
+    """A linear layer that keeps the number of its outputs, as `Conv1D` of transformers does."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.outputs, self.inputs = outputs, inputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]) @ self.weight
+        return flat.view(*x.shape[:-1], self.outputs)
+
+
+def test_a_layer_of_your_own_that_counts_its_channels_counts_them_anew() -> None:
+    model = nn.Sequential(Transposed(8, 4), nn.ReLU(), Transposed(3, 8))
+    made: Any = pdp_fx.transplant(pruned(model, torch.randn(2, 5, 4), Channels(ratio=0.5)), model)
+    assert (made[0].inputs, made[0].outputs, made[2].inputs, made[2].outputs) == (4, 4, 4, 3)
+    assert (model[0].outputs, model[2].inputs) == (8, 8)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_weights_that_are_tied_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.hidden, self.back = nn.Embedding(9, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+            self.head = nn.Linear(6, 9, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.back(self.hidden(self.table(ids)).relu()))
+
+    model = Tied()
+    made: Any = pdp_fx.transplant(pruned(model, torch.randint(9, (2, 3)), Channels(ratio=0.5)), model)
+    assert made.head.weight is made.table.weight
+    assert made.hidden.out_features < 8
+
+
+class Heads(nn.Module):
+    """Attention of four heads, and two layers after it.
+
+    Args:
+        split: makes heads of channels.
+    """
+
+    def __init__(self, split: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.split = split
+        self.qkv, self.out = nn.Linear(8, 48), nn.Linear(16, 8)
+        self.wide, self.back = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(part).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.out(mixed)
+        return x + self.back(self.wide(x).relu())
+
+
+def by_width(x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:2], -1, 4)
+
+
+def by_number(x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:2], 4, 4)
+
+
+def test_heads_go_where_the_code_does_not_count_them() -> None:
+    model = Heads(by_width)
+    made: Any = pdp_fx.transplant(pruned(model, torch.randn(2, 5, 8), Channels(ratio=0.5)), model)
+    assert made.qkv.out_features == 24
+
+
+def test_code_that_counts_what_is_gone_is_refused_unless_that_stays() -> None:
+    model, example = Heads(by_number), torch.randn(2, 5, 8)
+    with pytest.raises(VerifyError, match=r"Heads fails with its smaller layers: .*shape.*py:\d+\)"):
+        pdp_fx.transplant(pruned(model, example, Channels(ratio=0.5)), model)
+    rest = pruned(model, example, Channels(ratio=0.5), overrides={"qkv": None, "out": None})
+    made: Any = pdp_fx.transplant(rest, model)
+    torch.testing.assert_close(made(example), pdp_fx.convert(rest)(example))
+    assert made.wide.out_features == 6
+
+
+@pytest.mark.parametrize("rule", [Channels(ratio=0.5), Unstructured(0.5)])
+def test_a_weight_that_is_computed_stays_computed_or_is_refused(rule: Rule) -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2))
+    prepared = pruned(model, torch.randn(2, 4), rule)
+    if isinstance(rule, Channels):
+        made: Any = pdp_fx.transplant(prepared, model)
+        assert made[0].parametrizations.weight.original1.shape == (4, 4)
+    else:
+        with pytest.raises(VerifyError, match="or by a weight that it computes"):
+            pdp_fx.transplant(prepared, model)
+
+
+class Averages(nn.Module):
+    """Divides by the number of channels that it once had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.width = nn.Linear(4, 8), nn.Linear(8, 3), 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(x * (x.shape[-1] / self.width))
+
+
+def test_another_result_is_refused() -> None:
+    model = Averages()
+    with pytest.raises(VerifyError, match="Averages with its smaller layers returns another tensor"):
+        pdp_fx.transplant(pruned(model, torch.randn(2, 4), Channels(ratio=0.5)), model)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    prepared = pruned(model, torch.randn(2, 4), Channels(ratio=0.5))
+    with pytest.raises(StateError, match=r"no parameter 0\.weight of shape \(8, 4\)"):
+        pdp_fx.transplant(prepared, nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)))
+    with pytest.raises(StateError, match="the second model is prepared, too"):
+        pdp_fx.transplant(prepared, prepared)
+    with pytest.raises(StateError, match="needs the model that was given to prepare, got 3"):
+        pdp_fx.transplant(prepared, 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(StateError, match="came from pdp_fx.prepare"):
+        pdp_fx.transplant(model, model)
+    with pytest.raises(StateError, match="without example inputs"):
+        pdp_fx.transplant(pruned(model, None, Unstructured(0.5)), model)
+    waiting = pdp_fx.prepare(model, at_once(Channels(ratio=0.5)), torch.randn(2, 4))
+    with pytest.raises(StateError, match="nothing is pruned"):
+        pdp_fx.transplant(waiting, model)
