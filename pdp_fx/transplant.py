@@ -46,7 +46,8 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
 
     Returns:
         a copy of ``model`` in eval mode. Its outputs equal those of the converted model up to rounding on the
-        example inputs, and on others that both take: another batch, other sizes, and other numbers.
+        example inputs, and on others that both take: another batch, other sizes, and other numbers. What its
+        other methods do is not compared.
 
     Raises:
         StateError: as for `convert`; or ``prepared`` was made without example inputs, or of another model.
