@@ -173,7 +173,7 @@ REFUSED = {
         PruneSpec(None, {nn.ReLU: Unstructured(0.5)}),
         ROWS,
         SpecError,
-        "by this spec:\n  its rules name no weight of a conv or linear layer, and no channels",
+        "by this spec:\n  its rules name no weight of a conv or linear layer, nor several channels of one",
     ),
     "meta": (
         lambda: Mlp().to("meta"),
