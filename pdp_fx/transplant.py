@@ -26,7 +26,6 @@ from pdp_fx.proving import copied
 from pdp_fx.pruner import CHILD, find, find_one
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.leaves import is_layer
-from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.verify import tried
@@ -110,40 +109,39 @@ def _fill(made: nn.Module, small: fx.GraphModule) -> None:
             continue
         lengths.setdefault(path, set()).update(zip(getattr(owner, leaf).shape, tensor.shape, strict=False))
         setattr(owner, leaf, tensor)
-    for path, changed in lengths.items():
-        _recount(owners[path], changed)
+    for path, pairs in lengths.items():
+        _recount(owners[path], pairs)
 
 
-def _recount(owner: nn.Module, changed: set[tuple[int, int]]) -> None:
+def _recount(owner: nn.Module, lengths: set[tuple[int, int]]) -> None:
     """Give a module's numbers of channels as they are now, such as the ``nf`` of a `Conv1D` of transformers.
 
     Args:
         owner: a module with parameters or buffers of its own.
-        changed: how long their axes were, and are. A length that has become two says nothing.
+        lengths: how long their axes were, and are. A length that has become two says nothing.
     """
-    before = Counter(length for length, _ in changed)
-    for length, now in changed:
-        if length == now or before[length] > 1:
-            continue
-        for name, value in vars(owner).items():
-            if type(value) is int and value == length:
-                vars(owner)[name] = now
+    times = Counter(before for before, _ in lengths)
+    now = {before: after for before, after in lengths if times[before] == 1}
+    held = vars(owner)
+    held |= {name: now[value] for name, value in held.items() if type(value) is int and value in now}
 
 
 def _check(made: nn.Module, small: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
     """Check that a model gives what the converted graph gives, on the example and on what else both take.
 
     Raises:
-        VerifyError: it does not.
+        VerifyError: it does not, or it fails on the example.
     """
     for call in (example, *_variations(example)):
-        wanted = tried(small, call, training=False)
-        if not isinstance(wanted, Outcome):
+        wanted, got = (tried(each, call, training=False) for each in (small, made))
+        # What is made up may be refused, by the graph or by the model as it was, too.
+        if call is not example and isinstance(wanted, Exception):
             continue
-        got = tried(made, call, training=False)
-        if isinstance(got, Exception) and isinstance(tried(model, call, training=False), Exception):
+        if call is not example and isinstance(got, Exception) and _refuses(model, call):
             continue
-        if isinstance(got, Exception):
+        if isinstance(wanted, Exception):
+            problem = f"takes an example that its converted graph refuses: {wanted}"
+        elif isinstance(got, Exception):
             problem = f"fails with its smaller layers: {type(got).__name__}: {got} ({source_of(got)})"
         elif wanted.is_near(got):
             continue
@@ -154,6 +152,10 @@ def _check(made: nn.Module, small: fx.GraphModule, model: nn.Module, example: Ex
             "heads there were, or by a weight that it computes: let that stay, by an override of the spec, "
             "or use the graph that convert gives"
         )
+
+
+def _refuses(model: nn.Module, call: ExampleCall) -> bool:
+    return isinstance(tried(model, call, training=False), Exception)
 
 
 def _variations(example: ExampleCall) -> Iterator[ExampleCall]:

@@ -185,6 +185,29 @@ class Averages(nn.Module):
         return self.last(x * (x.shape[-1] / self.width))
 
 
+def test_numbers_of_channels_that_others_become_are_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), Transposed(16, 8), nn.ReLU(), nn.Linear(16, 3))
+    made: Any = pdp_fx.transplant(pruned(model, torch.randn(2, 5, 4), Channels(ratio=0.5)), model)
+    assert (made[1].inputs, made[1].outputs) == (4, 8)
+
+
+def test_a_model_that_fails_on_the_example_is_refused() -> None:
+    class Fails(nn.Linear):
+        fails = False
+
+        def forward(self, input: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("not now")
+            return super().forward(input)
+
+    model = nn.Sequential(Fails(4, 8), nn.Linear(8, 2))
+    prepared = pruned(model, torch.randn(2, 4), Channels(ratio=0.5))
+    other = copy.deepcopy(model)
+    other[0].fails = True  # pyright: ignore[reportArgumentType]
+    with pytest.raises(VerifyError, match="ValueError: not now"):
+        pdp_fx.transplant(prepared, other)
+
+
 def test_another_result_is_refused() -> None:
     model = Averages()
     with pytest.raises(VerifyError, match="Averages with its smaller layers returns another tensor"):

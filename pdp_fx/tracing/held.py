@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from queue import Queue
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -100,7 +100,9 @@ def held_by(modules: Iterable[nn.Module]) -> list[Kept]:
 
 def content_of(container: Any) -> Any:
     """A copy of what a container holds."""
-    return next(kind(container) for kind in (dict, set, list) if isinstance(container, kind) or kind is list)
+    if isinstance(container, dict):
+        return dict(cast(dict[Any, Any], container))
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def same_content(container: Any, content: Any) -> bool:

@@ -22,7 +22,7 @@ Values = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, each with a copy of what it held."""
 
 
-class _Kept:
+class _Block:
     """What an `unwritten` block keeps: parameters, and what modules hold.
 
     Attributes:
@@ -40,8 +40,8 @@ class _Kept:
         self.written |= {id(pair[0]): pair for pair in _put_back(self.watched)}
 
 
-_KEPT: ContextVar[_Kept | None] = ContextVar("kept", default=None)
-"""Those of the innermost `unwritten` block."""
+_KEPT: ContextVar[_Block | None] = ContextVar("kept", default=None)
+"""What the innermost `unwritten` block keeps."""
 
 Changes = dict[nn.Module, list[str]]
 """The names of attributes by the module that holds them."""
@@ -78,7 +78,7 @@ def unwritten(model: nn.Module) -> Generator[None, None, None]:
         yield
         return
     kept = tuple((tensor, tensor.detach().clone()) for tensor in model.parameters() if not tensor.is_meta)
-    outer = _KEPT.set(_Kept(kept, held_by(model.modules())))
+    outer = _KEPT.set(_Block(kept, held_by(model.modules())))
     try:
         yield
     finally:

@@ -42,8 +42,11 @@ class OtherSizes:
         """
         if example.has_places_elsewhere:
             return frozenset()
-        ways = [(size, least) for size in example.sizes() for least in ((1, size + 1) if larger else (1,))]
-        return frozenset(size for size, least in sorted(ways) if self._is_wrong_from(example, size, least))
+        return frozenset(
+            size
+            for size in sorted(example.sizes())
+            if any(self._is_wrong_from(example, size, least) for least in ((1, size + 1) if larger else (1,)))
+        )
 
     def is_wrong_beyond(self, example: ExampleCall) -> bool:
         """Whether the graph is wrong for more examples than it was traced on if it is tried on fewer, too."""
