@@ -22,10 +22,13 @@ from pdp_fx.example_inputs import matching
 from pdp_fx.field_checks import described
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import CONVERT_UNFOLDED
-from pdp_fx.proving import copied
+from pdp_fx.passes.verify_equivalence import Precision
+from pdp_fx.proving import LOOSE, LOOSE_ROUNDINGS, TOLERANCE, copied
 from pdp_fx.pruner import CHILD, find, find_one
-from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.leaves import is_layer
+from pdp_fx.tracing.module import in_double
+from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.verify import tried
@@ -46,7 +49,7 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
     Returns:
         a copy of ``model`` in eval mode. Its outputs equal those of the converted model up to rounding on the
         example inputs, and on others that both take: another batch, other sizes, and other numbers. What its
-        other methods do is not compared.
+        other methods do is not compared, nor what it does in training mode.
 
     Raises:
         StateError: as for `convert`; or ``prepared`` was made without example inputs, or of another model.
@@ -76,7 +79,7 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
     small = converted(prepared, None, CONVERT_UNFOLDED)
     made = copied(model).eval()
     _fill(made, small)
-    _check(made, small, model, ExampleCall(*matching(pruner.example_inputs, small)))
+    _check(made, small, model, pruner.example_inputs)
     return made
 
 
@@ -126,32 +129,74 @@ def _recount(owner: nn.Module, lengths: set[tuple[int, int]]) -> None:
     held |= {name: now[value] for name, value in held.items() if type(value) is int and value in now}
 
 
-def _check(made: nn.Module, small: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
+def _check(made: nn.Module, small: fx.GraphModule, model: nn.Module, inputs: Inputs) -> None:
     """Check that a model gives what the converted graph gives, on the example and on what else both take.
+
+    Rounding may hide in the model's dtype that its code does something else, so copies in float64 decide. If
+    they do not run, a tolerance as that of `convert` does.
 
     Raises:
         VerifyError: it does not, or it fails on the example.
     """
+    dtype = next((each.dtype for each in small.parameters() if each.is_floating_point()), torch.float32)
+    double = dtype == torch.float64
+    decided = double or _agree_in_double(made, small, inputs)
+    loose = None if decided else max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
+    example = ExampleCall(*matching(inputs, small))
     for call in (example, *_variations(example)):
-        wanted, got = (tried(each, call, training=False) for each in (small, made))
+        wanted, got, exact = _given(small, made, call)
         # What is made up may be refused, by the graph or by the model as it was, too.
         if call is not example and isinstance(wanted, Exception):
             continue
         if call is not example and isinstance(got, Exception) and _refuses(model, call):
             continue
         if isinstance(wanted, Exception):
-            problem = f"takes an example that its converted graph refuses: {wanted}"
-        elif isinstance(got, Exception):
-            problem = f"fails with its smaller layers: {type(got).__name__}: {got} ({source_of(got)})"
-        elif wanted.is_near(got):
-            continue
-        else:
-            problem = f"with its smaller layers {wanted.difference(got)}"
-        raise VerifyError(
-            f"{type(made).__name__} {problem}. Its code goes by what has changed, as by how many channels or "
-            "heads there were, or by a weight that it computes: let that stay, by an override of the spec, "
-            "or use the graph that convert gives"
-        )
+            raise _refusal(made, f"takes an example that its converted graph refuses: {wanted}")
+        if isinstance(got, Exception):
+            raise _refusal(
+                made, f"fails with its smaller layers: {type(got).__name__}: {got} ({source_of(got)})"
+            )
+        if not wanted.is_near(got, exact if double else loose):
+            raise _refusal(made, f"with its smaller layers {wanted.difference(got)}")
+
+
+def _agree_in_double(made: nn.Module, small: fx.GraphModule, inputs: Inputs) -> bool:
+    """Whether copies in float64 run, and then agree.
+
+    Raises:
+        VerifyError: they run, and differ.
+    """
+    try:
+        twins = [in_double(copied(each)) for each in (small, made)]
+    except (RuntimeError, TypeError):
+        return False
+    example = ExampleCall(*matching(inputs, twins[0]))
+    for call in (example, *_variations(example)):
+        wanted, got, exact = _given(*twins, call)
+        if isinstance(wanted, Exception) or isinstance(got, Exception):
+            if call is example:
+                return False
+        elif not wanted.is_near(got, exact):
+            raise _refusal(made, f"with its smaller layers {wanted.difference(got)}, as float64 shows")
+    return True
+
+
+def _given(
+    small: nn.Module, made: nn.Module, call: ExampleCall
+) -> tuple[Outcome | Exception, Outcome | Exception, float]:
+    """What the graph gives and what the model gives, and the tolerance for models in float64."""
+    with Precision() as precision:
+        wanted = tried(small, call, training=False)
+    exact = TOLERANCE[torch.float64 if precision.double else torch.float32]
+    return wanted, tried(made, call, training=False), exact
+
+
+def _refusal(made: nn.Module, problem: str) -> VerifyError:
+    return VerifyError(
+        f"{type(made).__name__} {problem}. Its code goes by what has changed, as by how many channels or "
+        "heads there were, or by a weight that it computes: let that stay, by an override of the spec, "
+        "or use the graph that convert gives"
+    )
 
 
 def _refuses(model: nn.Module, call: ExampleCall) -> bool:

@@ -1,5 +1,6 @@
 """The layers of a converted graph in the user's own class."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -212,6 +213,47 @@ def test_another_result_is_refused() -> None:
     model = Averages()
     with pytest.raises(VerifyError, match="Averages with its smaller layers returns another tensor"):
         pdp_fx.transplant(pruned(model, torch.randn(2, 4), Channels(ratio=0.5)), model)
+
+
+class Slightly(nn.Module):
+    """Goes by the number of its channels, a little.
+
+    Args:
+        share: how much each channel that is gone changes.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.first, self.last, self.share = nn.Linear(4, 8), nn.Linear(8, 3), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(x * (1 + self.share * (x.shape[-1] - 8)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.float64, 1e-8), (torch.float32, 1e-6), (torch.bfloat16, 0.02)]
+)
+def test_what_rounding_would_hide_is_refused(dtype: torch.dtype, share: float) -> None:
+    model = Slightly(share).to(dtype)
+    prepared = pruned(model, torch.randn(2, 4, dtype=dtype), Channels(ratio=0.5))
+    with pytest.raises(VerifyError, match="Slightly with its smaller layers returns another tensor"):
+        pdp_fx.transplant(prepared, model)
+
+
+class InFloat32(Slightly):
+    """Takes inputs of float32 only, so that it does not run in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.ones_like(x, dtype=torch.float32) * x.float())
+
+
+@pytest.mark.parametrize(("share", "taken"), [(0.0, True), (1e-3, False)])
+def test_a_model_that_does_not_run_in_float64_is_compared_as_it_is(share: float, taken: bool) -> None:
+    model = InFloat32(share)
+    prepared = pruned(model, torch.randn(2, 4), Channels(ratio=0.5))
+    with contextlib.nullcontext() if taken else pytest.raises(VerifyError, match="returns another tensor"):
+        pdp_fx.transplant(prepared, model)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -6,7 +6,7 @@ model's whole tree of names, and pickles the graph itself.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import fx, nn
 from torch.fx.graph import PythonCode
@@ -19,6 +19,8 @@ from pdp_fx.tracing.restoring import changed_settings, restored_on_errors
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 from pdp_fx.tracing.shells import keep_state, shell_of
 from pdp_fx.tracing.writer import CONSTANT
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _TREE = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 _OWN = {"always_eval", *dir(fx.GraphModule(nn.Module(), fx.Graph()))}.difference(dir(nn.Module()))
@@ -105,9 +107,9 @@ class TracedModule(fx.GraphModule):
         return _restore, (type(self).__name__, state, graph_to_text(self.graph))
 
 
-def in_double(gm: fx.GraphModule) -> fx.GraphModule:
-    """Cast all floating-point tensors of ``gm`` to float64, those too that the model would not cast."""
-    return fx.GraphModule._apply(gm, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+def in_double(model: Model) -> Model:
+    """Cast all floating-point tensors of a model to float64, those too that the model would not cast."""
+    return nn.Module._apply(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def _restore(class_name: str, state: dict[str, Any], text: GraphText) -> TracedModule:

@@ -33,13 +33,20 @@ class Outcome:
     buffers: Mapping[str, torch.Tensor]
     generators: tuple[Any, ...]
 
-    def is_near(self, other: "Outcome") -> bool:
-        """Whether another run's results differ by at most 1000 roundings, relative to the output's scale."""
+    def is_near(self, other: "Outcome", tolerance: float | None = None) -> bool:
+        """Whether another run's results differ by rounding at most.
+
+        Args:
+            other: what that run gave.
+            tolerance: what a result may differ by, relative to its scale; None for 1000 roundings of tensors,
+                and `NEAR` for numbers.
+        """
         if self.kind is not other.kind or len(self.results) != len(other.results):
             return False
-        if not _same_numbers(self.numbers, other.numbers, NEAR):
+        if not _same_numbers(self.numbers, other.numbers, NEAR if tolerance is None else tolerance):
             return False
-        return all(_near(mine, theirs) for mine, theirs in zip(self.results, other.results, strict=True))
+        pairs = zip(self.results, other.results, strict=True)
+        return all(_near(mine, theirs, tolerance) for mine, theirs in pairs)
 
     def is_begun_by(self, other: "Outcome", size: int, other_size: int) -> bool:
         """Whether a run on another batch gives the same results for the examples that both begin with.
@@ -104,14 +111,14 @@ def _are_close(one: Any, other: Any, tolerance: float) -> bool:
     return isinstance(one, float) and math.isclose(one, other, rel_tol=tolerance)
 
 
-def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float | None = None) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point() or not one.numel():
         return _identical(one, other)
     scale = one.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
-    tolerance = 1000 * torch.finfo(one.dtype).eps * scale
-    return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)
+    tolerance = 1000 * torch.finfo(one.dtype).eps if tolerance is None else tolerance
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance * scale, equal_nan=True)
 
 
 def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
