@@ -167,7 +167,7 @@ def _agree_in_double(made: nn.Module, small: fx.GraphModule, inputs: Inputs) -> 
         VerifyError: they run, and differ.
     """
     try:
-        twins = [in_double(copied(each)) for each in (small, made)]
+        twins = in_double(copied(small)), in_double(copied(made))
     except (RuntimeError, TypeError):
         return False
     example = ExampleCall(*matching(inputs, twins[0]))

@@ -109,7 +109,8 @@ class TracedModule(fx.GraphModule):
 
 def in_double(model: Model) -> Model:
     """Cast all floating-point tensors of a model to float64, those too that the model would not cast."""
-    return nn.Module._apply(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    nn.Module._apply(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    return model
 
 
 def _restore(class_name: str, state: dict[str, Any], text: GraphText) -> TracedModule:
