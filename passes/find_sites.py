@@ -18,6 +18,7 @@ from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
 from pdp_fx.raw_reads import RawReads
 from pdp_fx.tracing.examples import Inputs
+from pdp_fx.tracing.leaves import has_hooks
 from pdp_fx.tracing.modes import called_module, called_modules
 from pdp_fx.tracing.objects import MethodOf
 from pdp_fx.weights.uses import ComputedUses, Use
@@ -55,6 +56,7 @@ class Sites:
         stand_ins: computed weights that can be pruned in the place of a parameter.
         trained: parameters that the model's own training steps write to.
         element_by_element: parameters that it writes to in eval mode, too, so that masks do not matter.
+        read_raw: parameters that modules kept whole, or hooks, read without calling the layers that own them.
     """
 
     weights: tuple[Site, ...]
@@ -62,6 +64,7 @@ class Sites:
     stand_ins: tuple[StandIn, ...]
     trained: frozenset[str]
     element_by_element: frozenset[str]
+    read_raw: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
         if node not in trains
         for name in found - element_by_element
     }
-    barred = _barred(gm, names, inputs) | dict.fromkeys(outdated - standing, OUTDATED)
+    raw = _read_raw(gm, names, inputs)
+    barred = dict.fromkeys(raw, _RAW) | _barred(gm, names) | dict.fromkeys(outdated - standing, OUTDATED)
     barred |= dict.fromkeys(changed, WRITTEN)
     weights = tuple(
         _site(name, gm.get_parameter(name).ndim, found, instead.get(name), barred.get(name))
@@ -122,8 +126,8 @@ def _sites(gm: fx.GraphModule, inputs: Inputs | None) -> Sites:
     )
     trained = frozenset(name for node, found in written.items() if node in trains for name in found)
     late = dict.fromkeys(outdated, f"as {OUTDATED}")
-    out_of_reach = late | changed | _used_inside(gm, names)
-    return Sites(weights, out_of_reach, stand_ins, trained, element_by_element)
+    out_of_reach = late | changed | dict.fromkeys(raw, f"as {_RAW}") | _used_inside(gm, names)
+    return Sites(weights, out_of_reach, stand_ins, trained, element_by_element, raw)
 
 
 def _site(parameter: str, axes: int, uses: list[Use], instead: StandIn | None, barred: str | None) -> Site:
@@ -173,10 +177,9 @@ def _own_weights(node: fx.Node, gm: fx.GraphModule, names: dict[int, str]) -> li
     return found
 
 
-def _barred(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) -> dict[str, str]:
+def _barred(gm: fx.GraphModule, names: dict[int, str]) -> dict[str, str]:
     """Parameters whose weights cannot be pruned, whatever uses them, with the reasons."""
-    called = {target: gm.get_submodule(target) for target in called_modules(gm.graph)}
-    kept_whole = {target: module for target, module in called.items() if kind_of(module) is None}
+    kept_whole = {target: module for target, module in _called(gm).items() if kind_of(module) is None}
     not_real = {
         name: f"its numbers are {parameter.dtype}, and only real ones can be ranked"
         for name, parameter in gm.named_parameters()
@@ -188,9 +191,11 @@ def _barred(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) ->
         for name in set(_used_by_method(module, gm, names)) - _of_own_layers(module, gm, names)
     }
     # Of several reasons for one parameter, that of the last operand is kept.
-    return (
-        _read_raw(gm, kept_whole, names, inputs) | _used_otherwise(kept_whole, names) | in_methods | not_real
-    )
+    return _used_otherwise(kept_whole, names) | in_methods | not_real
+
+
+def _called(gm: fx.GraphModule) -> dict[str, nn.Module]:
+    return {target: gm.get_submodule(target) for target in called_modules(gm.graph)}
 
 
 _OUT_OF_REACH = "{} uses it inside itself, too, out of reach of a mask"
@@ -230,17 +235,20 @@ def _used_otherwise(kept_whole: Mapping[str, nn.Module], names: dict[int, str]) 
     return found
 
 
-def _read_raw(
-    gm: fx.GraphModule, kept_whole: Mapping[str, nn.Module], names: dict[int, str], inputs: Inputs | None
-) -> dict[str, str]:
-    """The weights that modules kept whole read without calling their layers, with the reason."""
-    inside = [layer for module in kept_whole.values() for layer in layers_in(gm, module)]
-    if not inside or inputs is None:
-        return {}
+def _read_raw(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) -> frozenset[str]:
+    """The parameters that modules kept whole, or hooks, read without calling the layers that own them."""
+    called = _called(gm).values()
+    wholes = [module for module in called if kind_of(module) is None]
+    layers = [layer for module in wholes for layer in layers_in(gm, module)]
+    layers += [layer for layer in called if kind_of(layer) is not None and has_hooks(layer)]
+    if inputs is None or not layers:
+        return frozenset()
     args, kwargs = fresh(inputs)
-    raw = RawReads(kept_whole.values(), inside).run(lambda: gm(*args, **kwargs))
-    why = "a module that is kept whole reads it without calling its layer, out of reach of a mask"
-    return dict.fromkeys((names[parameter] for parameter in raw), why)
+    reads = RawReads(wholes, layers, gm.parameters())
+    return frozenset(names[parameter] for parameter in reads.run(lambda: gm(*args, **kwargs)))
+
+
+_RAW = "a module that is kept whole, or a hook, reads it without calling its layer, out of reach of a mask"
 
 
 _VECTOR = "it is a vector, which has no rows of groups along input channels"

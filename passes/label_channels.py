@@ -74,8 +74,8 @@ def _observed(
     sites: Sites, gm: fx.GraphModule, inputs: Inputs, inner: frozenset[str] = frozenset()
 ) -> Observed:
     """`observe`, with what is known of the weights."""
-    by_element = sites.element_by_element
-    return observe(gm, inputs, sites.out_of_reach, {}, sites.stand_ins, inner, by_element)
+    by_element, read_raw = sites.element_by_element, sites.read_raw
+    return observe(gm, inputs, sites.out_of_reach, {}, sites.stand_ins, inner, by_element, read_raw)
 
 
 def _channels(gm: fx.GraphModule, ctx: Context, inputs: Inputs) -> ChannelMap:

@@ -68,6 +68,7 @@ RULE_MODULES = (
 RETURNED = "the model returns these channels"
 TOGETHER = "all of these channels go together, and some must stay"
 SINGLE = "no other channel is made and read by the same layers, and one of such must stay"
+READ_RAW = "a module that is kept whole, or a hook, reads {} without calling its layer"
 UNUSED = "the model cuts these rows off and never uses them"
 
 
@@ -122,6 +123,7 @@ def observe(
     stand_ins: Iterable[StandIn] = (),
     inner: frozenset[str] = frozenset(),
     element_by_element: Collection[str] = (),
+    read_raw: Collection[str] = (),
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
 
@@ -134,6 +136,7 @@ def observe(
         stand_ins: computed weights that can be pruned in the place of parameters.
         inner: the nodes at which channels inside others are followed (`choices`).
         element_by_element: parameters that the model writes to so that masks do not matter.
+        read_raw: parameters that are read by code which is not in the graph, and may hold them itself.
     """
     flow = LabelFlow(gm, out_of_reach, element_by_element, rule_of, inner)
     flow.grouped_before = grouped
@@ -150,6 +153,9 @@ def observe(
         if node.name in computed and flow.stand_in(result, computed[node.name]):
             given = Labelled(tuple(result.shape), flow.layers(result))
             flow.record.values[stored(computed[node.name].parameter)] = (given,)
+        for name in read_raw:
+            if node.target in (name, name.rpartition(".")[0]):
+                flow.freeze_all([gm.get_parameter(name)], READ_RAW.format(name))
         if node.op == "output":
             _keep_returned(flow, result)
 

@@ -1,10 +1,13 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import pdp_fx
-from pdp_fx import NM, SpecError, Unstructured
+from pdp_fx import NM, Channels, SpecError, Unstructured
+from pdp_fx.granularity import Rule
 from pdp_fx.passes.find_sites import Site, Sites
 from tests.nets import at_once, listing, net, prepare_until
 
@@ -202,3 +205,21 @@ def test_a_weight_that_is_read_without_calling_its_layer_stays_where_no_mask_rea
     unfit = {site.parameter: site.unfit for site in found.weights}
     assert not unfit["0.called.weight"]
     assert "reads it without calling its layer" in unfit["0.read.weight"]
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), Channels(ratio=0.5)])
+@pytest.mark.parametrize(("hooked", "read"), [(0, 0), (2, 2), (0, 2), (2, 0)])
+def test_a_weight_that_a_hook_of_a_layer_reads_is_not_masked(rule: Rule, hooked: int, read: int) -> None:
+    wide = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*(layer for pair in wide for layer in pair), nn.Linear(8, 3)).double()
+    weight: Any = model[read].weight
+    model[hooked].register_forward_hook(lambda _, inputs, result: result + weight.sum(1))
+    x = torch.randn(2, 8).double()
+    prepared = pdp_fx.prepare(model, at_once(rule), x)
+    pdp_fx.step(prepared)
+    small = pdp_fx.convert(prepared)
+    torch.testing.assert_close(small(x), prepared.eval()(x), rtol=0, atol=1e-12)
+    kept = small.get_parameter(f"{read}.weight")
+    assert kept.count_nonzero() == kept.numel()
+    if isinstance(rule, Unstructured):
+        assert "or a hook, reads it without calling its layer" in str(pdp_fx.explain(prepared))
