@@ -256,6 +256,28 @@ def test_a_model_that_does_not_run_in_float64_is_compared_as_it_is(share: float,
         pdp_fx.transplant(prepared, model)
 
 
+class Force(nn.Module):
+    """Differentiates in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = self.last(self.first(at).tanh()).sum()
+        return torch.autograd.grad(energy, at, create_graph=True)[0]
+
+
+def test_a_model_that_differentiates_is_compared() -> None:
+    model, x = Force().double(), torch.randn(2, 3).double()
+    prepared = pruned(model, x, Unstructured(0.5))
+    made = pdp_fx.transplant(prepared, model)
+    torch.testing.assert_close(made(x), pdp_fx.convert(prepared)(x), rtol=0, atol=1e-12)
+    assert size(made) < size(model)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     prepared = pruned(model, torch.randn(2, 4), Channels(ratio=0.5))

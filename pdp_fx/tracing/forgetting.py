@@ -16,24 +16,40 @@ from pdp_fx.tracing.preserve import preserved
 
 T = TypeVar("T")
 
+_REFUSED = "saved tensor hooks"
+"""What torch.func and its like say that they do not support."""
+
 
 def forgetting(work: Callable[[], T], *models: nn.Module, expected: tuple[type[Exception], ...] = ()) -> T:
     """Do work that runs models, keep no activations for a backward pass, and restore the models.
 
     Args:
-        work: runs models. If it fails, for example because it calls backward, it is done again with
-            activations kept.
+        work: runs models. If it fails, or needs what was not kept, as one does that calls backward, it is
+            done again with activations kept.
         models: the models to restore.
-        expected: errors that are results of the work; after them it is not done again.
+        expected: errors that are results of the work; after them it is not done again, unless it needs what
+            was not kept.
     """
+    needed = False
+
+    def miss(packed: Any) -> NoReturn:
+        nonlocal needed
+        needed = True
+        raise RuntimeError("what a backward pass would need was not kept")
+
     try:
-        with preserved(*models), checked_indices(), torch.autograd.graph.saved_tensors_hooks(_forget, _miss):
-            return _unwound(work)
-    except expected:
-        raise
-    except Exception:  # noqa: BLE001 a model may call backward, or torch.func, which refuses all hooks
-        with preserved(*models), checked_indices():
-            return work()
+        with preserved(*models), checked_indices(), torch.autograd.graph.saved_tensors_hooks(_forget, miss):
+            result = _unwound(work)
+        # A model may have caught the error.
+        if not needed:
+            return result
+    except expected as err:
+        if not needed and _REFUSED not in str(err):
+            raise
+    except Exception:  # noqa: BLE001 whatever it is, what was not kept may be the cause
+        pass
+    with preserved(*models), checked_indices():
+        return work()
 
 
 def checked_indices() -> AbstractContextManager[Any]:
@@ -73,7 +89,3 @@ def in_mode(model: nn.Module, training: bool, in_eval: Iterable[str] = ()) -> nn
 
 def _forget(tensor: torch.Tensor) -> None:
     """Keep nothing."""
-
-
-def _miss(packed: Any) -> NoReturn:
-    raise RuntimeError("what a backward pass would need was not kept")

@@ -1,10 +1,15 @@
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pdp_fx.errors import TraceError
+from pdp_fx.trace import trace
+from pdp_fx.tracing.examples import example_call
 from pdp_fx.tracing.forgetting import forgetting
+from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.verify import tried
 from tests.tracing.checks import exact
 
 
@@ -98,3 +103,59 @@ def test_indices_beyond_a_made_up_example_are_refused() -> None:
     assert forgetting(lambda: neighbours(torch.ones(8, 2))).shape == (8, 8)
     with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
         forgetting(lambda: neighbours(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_an_error_of_what_was_not_kept_is_not_expected(catches: bool) -> None:
+    def work() -> Tensor:
+        given = torch.ones(3, requires_grad=True)
+        try:
+            return torch.autograd.grad(given.exp().sum(), given)[0]
+        except RuntimeError:
+            if not catches:
+                raise
+            return given
+
+    torch.testing.assert_close(forgetting(work, expected=(Exception,)), torch.ones(3).exp())
+
+
+class ByGradients(nn.Module):
+    """Differentiates in its forward pass, and gives something else where gradients are off.
+
+    Args:
+        differentiate: gives the gradient of a function at a point.
+    """
+
+    def __init__(self, differentiate: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.differentiate = nn.Linear(3, 4), differentiate
+
+    def forward(self, x: Tensor) -> Tensor:
+        tracks = torch.is_grad_enabled()
+        with torch.enable_grad():
+            force = self.differentiate(lambda y: self.linear(y).pow(2).sum(), x.detach().requires_grad_())
+        return force if tracks else force * 2
+
+
+def of_autograd(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    return torch.autograd.grad(function(at), at, create_graph=True)[0]
+
+
+def of_func(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    return torch.func.grad(function)(at)
+
+
+@pytest.mark.parametrize("differentiate", [of_autograd, of_func])
+def test_models_that_differentiate_are_checked_like_others(
+    differentiate: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+) -> None:
+    inner, x = ByGradients(differentiate), torch.randn(2, 3)
+    assert isinstance(tried(inner, example_call(x), False), Outcome)
+    with pytest.raises(
+        TraceError, match="where gradients are off it returns another|the forward of ByGradients itself"
+    ):
+        trace(inner, x)
+    model = nn.Sequential(inner, nn.Linear(3, 2))
+    gm = exact(model, x)
+    with torch.no_grad():
+        torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
