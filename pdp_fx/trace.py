@@ -36,6 +36,7 @@ from pdp_fx.tracing.exact import (
     reference,
 )
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, example_call
+from pdp_fx.tracing.expressions import reread
 from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.forgetting import in_mode
 from pdp_fx.tracing.generators import own_generators
@@ -101,6 +102,7 @@ def trace(
             "does not do; register them with what is made of the model"
         )
     with ALONE:
+        reread()
         _refuse_one_mode(model)
         if example_inputs is None:
             return _trace_symbolically(model)

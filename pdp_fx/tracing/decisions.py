@@ -30,6 +30,7 @@ from pdp_fx.tracing.expressions import (
     only_says,
     root_name,
     says,
+    syntax_tree,
 )
 from pdp_fx.tracing.settings import HELD, Question, Setting
 from pdp_fx.tracing.source import is_users, source_line, user_frame
@@ -113,6 +114,7 @@ class Decisions:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._number = recorder.frames.number
         self._last: dict[int, _Operand] = {}
         self._assigned: dict[tuple[int, str], _Operand] = {}
 
@@ -133,10 +135,11 @@ class Decisions:
             for one in _decisions(_inside(use)):
                 if not _waits(one):
                     self._insist(_shown(one.parent), value, self._decision(one))
-        self._last[id(frame)] = use.mine
+        self._last[self._number(frame)] = use.mine
         while (outer := _of_property(use)) is not None:
             use = outer
-        self._assigned |= {(id(frame), variable): use.mine for variable in names_given(use.located)}
+        call = self._number(frame)
+        self._assigned |= {(call, variable): use.mine for variable in names_given(use.located)}
 
     def note_result(self, dtype: torch.dtype, tensor: Value, other: Any) -> None:
         """Note that the model asks which dtype the result of a tensor and another, or a number, has."""
@@ -182,7 +185,7 @@ class Decisions:
             return None if whole is None else whole.property(expression.attr)
         found = _looked_up(expression, use.names)
         if isinstance(expression, ast.Name):
-            assigned = self._assigned.get((id(use.frame), expression.id))
+            assigned = self._assigned.get((self._number(use.frame), expression.id))
             if assigned is not None:
                 return assigned
         elif _is_read(expression, use.names):
@@ -190,7 +193,7 @@ class Decisions:
             owner = None if read is None else _looked_up(read[0], use.names)
             if isinstance(owner, torch.Tensor):
                 return _read(use.name, _now(owner, use.name), self._recorder.origins.value(owner))
-            return self._last.get(id(use.frame))
+            return self._last.get(self._number(use.frame))
         several = tuple(found) if isinstance(found, tuple | list | set | frozenset) else (found,)
         if not all(isinstance(each, torch.dtype | torch.device | str | int) for each in several):
             return None
@@ -251,7 +254,7 @@ def _held(use: _Use) -> Iterator[_Use]:
         if root_name(target):
             yield from _named(kept, frozenset([root_name(target)]), use.located.function)
         elif isinstance(target, ast.Attribute) and target.attr != "dtype" and use.frame is not None:
-            for located in attributes_in(use.frame.f_code.co_filename).get(target.attr, ()):
+            for located in attributes_in(syntax_tree(use.frame.f_code)).get(target.attr, ()):
                 yield from _decisions(replace(kept, located=located, depth=use.depth + 1))
 
 

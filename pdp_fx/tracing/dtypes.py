@@ -26,7 +26,7 @@ from pdp_fx.tracing.expressions import (
     span_of,
 )
 from pdp_fx.tracing.kept_dtypes import gives_kept
-from pdp_fx.tracing.source import is_ours, is_users, runs_models, user_frame
+from pdp_fx.tracing.source import Frames, is_ours, is_users, runs_models, user_frame
 from pdp_fx.tracing.steps import Expr, Value, identity
 
 
@@ -35,7 +35,7 @@ class _Read:
     """A read of the dtype of a tensor.
 
     Attributes:
-        frame: the frame that read it.
+        call: the number of the call that read it (`Frames`).
         dtype: what it read.
         value: where the tensor comes from.
         step: the number of steps before it.
@@ -44,7 +44,7 @@ class _Read:
         moves: whether it is that of `module.to(tensor)`, which casts what the module holds.
     """
 
-    frame: int
+    call: int
     dtype: torch.dtype
     value: Value
     step: int
@@ -56,7 +56,8 @@ class _Read:
 class Dtypes:
     """The dtypes read so far; only recent ones matter."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: Frames) -> None:
+        self._number = frames.number
         self._reads: deque[_Read] = deque(maxlen=256)
         self._told: set[Hashable] = set()
 
@@ -74,7 +75,7 @@ class Dtypes:
             located = None if frame is None else expression_at(frame)
             place = None if located is None else span_of(located.node)
             names = frozenset[str]() if located is None else names_given(located)
-            self._reads.append(_Read(id(frame), dtype, value, step, place, names, moves))
+            self._reads.append(_Read(self._number(frame), dtype, value, step, place, names, moves))
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
@@ -112,7 +113,8 @@ class Dtypes:
         """Whether the call that a frame makes is a `module.to(tensor)`."""
         located = None if frame is None else expression_at(frame)
         place = None if located is None else span_of(located.node)
-        return any(r.moves and (r.frame, r.place) == (id(frame), place) for r in self._reads)
+        call = self._number(frame)
+        return any(r.moves and (r.call, r.place) == (call, place) for r in self._reads)
 
     def _latest(self, dtype: torch.dtype, by: list[FrameType], step: int, at_once: bool) -> Value | None:
         """Whose dtype it is that these frames give; None if it may be that of several tensors.
@@ -123,14 +125,11 @@ class Dtypes:
             step: the number of steps so far.
             at_once: whether it is the one that was read last.
         """
-        frames = {id(frame) for frame in by}
+        told = {self._number(frame): _told(frame) for frame in by}
         # A property of the user's may have read it, in a frame of its own, just now.
-        reads = [
-            r for r in reversed(self._reads) if r.dtype is dtype and (r.frame in frames or r.step == step)
-        ]
-        told = {id(frame): _told(frame) for frame in by}
+        reads = [r for r in reversed(self._reads) if r.dtype is dtype and (r.call in told or r.step == step)]
         for read in reads:
-            places, names = told.get(read.frame, (set[Span](), set[str]()))
+            places, names = told.get(read.call, (set[Span](), set[str]()))
             if read.place in places or not read.names.isdisjoint(names):
                 return read.value
         several = len({identity(read.value) for read in reads}) > 1

@@ -7,9 +7,12 @@ that span is an expression, and its parents say what the value is for.
 import ast
 import inspect
 import linecache
+import os
+import time
+import warnings
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import islice
 from types import CodeType, FrameType
 
@@ -35,7 +38,7 @@ def expression_at(frame: FrameType) -> Located | None:
     Some versions of Python give a branch the span of its whole statement; the instruction before it, which
     computes the condition, has the span of the condition.
     """
-    spans = _by_span(frame.f_code.co_filename)
+    spans = _by_span(syntax_tree(frame.f_code))
     at = frame.f_lasti // 2
     for line, end_line, column, end_column in (_span(frame, at), _span(frame, at - 1)):
         located = spans.get((line, end_line, column, end_column))
@@ -48,19 +51,78 @@ def _span(frame: FrameType, at: int) -> Span:
     return next(islice(frame.f_code.co_positions(), max(at, 0), None), (None, None, None, None))
 
 
-@lru_cache(maxsize=64)
-def syntax_tree(filename: str) -> ast.Module:
-    """The syntax tree of a file; empty if there is none."""
+class _Text:
+    """What a file said when it was read."""
+
+    def __init__(self, filename: str, lines: list[str]) -> None:
+        self.filename, self.lines = filename, lines
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Its syntax tree; empty if there is none."""
+        try:
+            return ast.parse("".join(self.lines))
+        except SyntaxError:
+            return ast.Module([], [])
+
+    @cached_property
+    def codes(self) -> frozenset[CodeType]:
+        """The code objects that Python makes of it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pending = [compile(self.tree, self.filename, "exec", dont_inherit=True)]
+        found = set[CodeType]()
+        while pending:
+            code = pending.pop()
+            found.add(code)
+            pending += [each for each in code.co_consts if isinstance(each, CodeType)]
+        return frozenset(found)
+
+
+_TEXTS: dict[str, list[_Text]] = {}
+"""What the files read so far say, and have said before."""
+
+_STARTED = time.time()
+_NO_TREE = ast.Module([], [])
+
+
+def syntax_tree(code: CodeType) -> ast.Module:
+    """The syntax tree of the file that a code object was made from; empty if there is none.
+
+    The file may have changed since Python read it; then it is what it said then, if that is known.
+    """
+    filename = code.co_filename
+    texts = _TEXTS.get(filename)
+    if texts is None:
+        texts = _TEXTS[filename] = [_Text(filename, linecache.getlines(filename))]
+    if len(texts) == 1 and not _is_new(filename):
+        return texts[0].tree
+    return next((text.tree for text in reversed(texts) if code in text.codes), _NO_TREE)
+
+
+def reread() -> None:
+    """Read the files again that have changed since they were read."""
+    for filename, texts in _TEXTS.items():
+        linecache.checkcache(filename)
+        lines = linecache.getlines(filename)
+        if lines != texts[-1].lines:
+            texts.append(_Text(filename, lines))
+            _is_new.cache_clear()
+
+
+@cache
+def _is_new(filename: str) -> bool:
+    """Whether a file has been written since this process began, maybe after Python has read it."""
     try:
-        return ast.parse("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return ast.Module([], [])
+        return os.path.getmtime(filename) > _STARTED
+    except OSError:
+        return False
 
 
 @lru_cache(maxsize=256)
 def definition(code: CodeType) -> ast.FunctionDef | None:
     """The definition of the function that a code object belongs to, or None if there is no source."""
-    for node in ast.walk(syntax_tree(code.co_filename)):
+    for node in ast.walk(syntax_tree(code)):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
             lines = (each.lineno for each in (node, *node.decorator_list))
             if code.co_firstlineno in lines:
@@ -79,19 +141,19 @@ def names_in(function: ast.FunctionDef) -> dict[str, list[Located]]:
 
 
 @lru_cache(maxsize=64)
-def attributes_in(filename: str) -> dict[str, list[Located]]:
+def attributes_in(tree: ast.Module) -> dict[str, list[Located]]:
     """Where the code of a file reads attributes, by their names."""
     found: dict[str, list[Located]] = {}
-    for located in _expressions(syntax_tree(filename)):
+    for located in _expressions(tree):
         if isinstance(located.node, ast.Attribute) and isinstance(located.node.ctx, ast.Load):
             found.setdefault(located.node.attr, []).append(located)
     return found
 
 
 @lru_cache(maxsize=64)
-def _by_span(filename: str) -> dict[Span, Located]:
+def _by_span(tree: ast.Module) -> dict[Span, Located]:
     found: dict[Span, Located] = {}
-    for located in _expressions(syntax_tree(filename)):
+    for located in _expressions(tree):
         found[span_of(located.node)] = located
     return found
 

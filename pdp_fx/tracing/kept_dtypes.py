@@ -81,7 +81,7 @@ def _may_be_read(expression: ast.expr, located: Located, frame: FrameType) -> bo
     function = next(
         (each for each in located.parents if isinstance(each, ast.FunctionDef | ast.Lambda)), None
     )
-    kept, pending, seen = _kept_attributes(frame.f_code.co_filename), [expression], set[str]()
+    kept, pending, seen = _kept_attributes(syntax_tree(frame.f_code)), [expression], set[str]()
     while pending:
         for node in _parts(pending.pop()):
             read = attribute_read(node)
@@ -162,10 +162,10 @@ def _single(target: ast.expr) -> Iterator[ast.expr]:
 
 
 @lru_cache(maxsize=64)
-def _kept_attributes(filename: str) -> frozenset[str]:
+def _kept_attributes(tree: ast.Module) -> frozenset[str]:
     """The attributes that get the dtype of a tensor somewhere in a file."""
     found = set[str]()
-    for node in ast.walk(syntax_tree(filename)):
+    for node in ast.walk(tree):
         pairs = [(target.attr, value) for target, value in _bound(node) if isinstance(target, ast.Attribute)]
         if isinstance(node, ast.Call):
             pairs += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]

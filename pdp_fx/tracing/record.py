@@ -60,5 +60,6 @@ def record(
         raise
     finally:
         recorder.session.open = False
+        recorder.frames.forget()
         findings.note_casts(recorder.session.cast_in)
         findings.sizes.compared |= recorder.session.compared

@@ -34,7 +34,7 @@ from pdp_fx.tracing.selecting import says, selection
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Live, Place, Session, given_as, live, note_fixed, plain, value_of
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
-from pdp_fx.tracing.source import source_line
+from pdp_fx.tracing.source import Frames, source_line
 from pdp_fx.tracing.steps import (
     DRAWS_OUTSIDE,
     TRUTH,
@@ -104,7 +104,8 @@ class Recorder:
         self.origins = Origins(model, self.watch, self._alias, self._another)
         self.arguments = Arguments(self.origins, self.session)
         self.reads = AttributeReads(self)
-        self.dtypes, self.decisions = Dtypes(), Decisions(self)
+        self.frames = Frames()
+        self.dtypes, self.decisions = Dtypes(self.frames), Decisions(self)
         self.placed: tuple[Value, torch.device] | None = None
         self.parts = Parts()
         self.draws: list[Draw] = []

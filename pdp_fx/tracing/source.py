@@ -6,8 +6,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import count
 from types import CodeType, FrameType
 from typing import TypeVar
 
@@ -64,6 +65,34 @@ def user_frame(start: FrameType | None = None) -> FrameType | None:
             return None
         frame = frame.f_back
     return frame
+
+
+class Frames:
+    """Numbers the calls that frames run, since a frame that is gone may lend its id to another."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[FrameType, int] = {}
+        self._next = count()
+
+    def number(self, frame: FrameType | None) -> int:
+        """The number of a call that is under way; that of no call is -1."""
+        if frame is None:
+            return -1
+        # The frames of calls that have ended are let go, with the tensors that they hold.
+        self._numbers = {each: self._numbers[each] for each in _under_way() if each in self._numbers}
+        return self._numbers.setdefault(frame, next(self._next))
+
+    def forget(self) -> None:
+        """Let go of all frames; nothing is asked any more."""
+        self._numbers = {}
+
+
+def _under_way() -> Iterator[FrameType]:
+    """The frames that run, from the innermost to the one that runs the model."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not runs_models(frame):
+        yield frame
+        frame = frame.f_back
 
 
 def source_line() -> str:
