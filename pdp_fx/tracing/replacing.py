@@ -42,7 +42,8 @@ def entries(values: Iterable[tuple[dict[str, Any], str, object]]) -> Generator[N
     finally:
         for held, key, value in reversed(before):
             if value is _ABSENT:
-                del held[key]
+                # The code inside may have done so, too.
+                held.pop(key, None)
             else:
                 held[key] = value
 
