@@ -120,8 +120,8 @@ class _Saved:
         self.buffers = [
             (buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None
         ]
-        self.gradients = [
-            (tensor, tensor.requires_grad)
+        self.leaves = [
+            (tensor, tensor.requires_grad, tensor.grad, None if tensor.grad is None else tensor.grad.clone())
             for tensor in (*module._parameters.values(), *module._buffers.values())
             if tensor is not None and tensor.is_leaf
         ]
@@ -145,12 +145,16 @@ class _Saved:
             for name in filled:
                 self.empty[name].clear()
         _put_back(self.buffers)
-        for tensor, wanted in self.gradients:
+        for tensor, wanted, gradient, value in self.leaves:
             if not tensor.is_leaf and not tensor._is_view():
                 # A run has written what has a history to it.
                 tensor.detach_()
             if tensor.requires_grad != wanted and tensor.is_leaf:
                 tensor.requires_grad_(wanted)
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+            if gradient is not None and value is not None:
+                _put_back(((gradient, value),))
 
     def _is_other(self, name: str) -> bool:
         return vars(self.module).get(name) is not self.attributes.get(name)

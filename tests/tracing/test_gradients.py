@@ -224,6 +224,29 @@ def test_a_run_that_fails_leaves_gradients_as_they_were() -> None:
     assert torch.is_grad_enabled()
 
 
+class GoesBackward(nn.Module):
+    """Fills gradients of its weights in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.inner(x.detach()).pow(2).sum().backward()
+        return self.outer(self.inner(x))
+
+
+def test_gradients_that_runs_fill_are_taken_back() -> None:
+    model = Around(GoesBackward())
+    weight, bias = (model.get_parameter(f"inner.inner.{name}") for name in ("weight", "bias"))
+    kept = bias.grad = torch.ones(4)
+    trace(model, torch.randn(2, 4))
+    assert weight.grad is None
+    assert bias.grad is kept
+    assert torch.equal(kept, torch.ones(4))
+
+
 def test_all_is_restored_although_one_thing_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
     model, (broken, mean) = nn.Sequential(*norms), (norm.get_buffer("running_mean") for norm in norms)
