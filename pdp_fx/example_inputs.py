@@ -11,7 +11,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from pdp_fx.channels.running import evaluating, gradients_if_taken
@@ -19,7 +18,7 @@ from pdp_fx.ops.kinds import kind_of
 from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, Inputs, example_call
 from pdp_fx.tracing.forgetting import checked_indices
 from pdp_fx.tracing.functions import acts_in_place, written_by
-from pdp_fx.tracing.generators import own_generators
+from pdp_fx.tracing.generators import own_generators, seed
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.preserve import preserved, unwritten
@@ -107,7 +106,7 @@ def trial(gm: fx.GraphModule) -> Generator[None]:
         checked_indices(),
         gradients_if_taken(gm),
     ):
-        torch.manual_seed(0)
+        seed(0)
         yield
 
 

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
@@ -69,8 +69,16 @@ def _held_by(model: nn.Module) -> Iterator[Any]:
 
 def _generator(value: object) -> Iterator[Any]:
     """The value if it is a generator, or the generator whose bound method it is."""
+    # Most values are neither, and there are many.
+    if not _may_be(type(value)):
+        return
     owner = value.__self__ if isinstance(value, MethodType | BuiltinMethodType) else None
     yield from (each for each in (value, owner) if isinstance(each, _KINDS))
+
+
+@lru_cache(maxsize=4096)
+def _may_be(kind: type) -> bool:
+    return issubclass(kind, (*_KINDS, MethodType, BuiltinMethodType))
 
 
 def _inside(values: Iterable[Any]) -> Iterator[Any]:
@@ -109,6 +117,16 @@ def torch_generators() -> tuple[torch.Tensor, ...]:
 def _of_cuda() -> list[torch.Tensor]:
     """The states of the generators of the CUDA devices, if they are in use."""
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def seed(number: int) -> None:
+    """Seed torch's generators of the CPU, and of the CUDA devices if they are in use.
+
+    `torch.manual_seed` would have others seeded as soon as they are used, which cannot be taken back.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 def other_generators() -> tuple[Any, ...]:

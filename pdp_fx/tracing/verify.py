@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.forgetting import forgetting, in_mode
+from pdp_fx.tracing.generators import seed
 from pdp_fx.tracing.interpreting import Interpreter
 from pdp_fx.tracing.outcome import Outcome, outcome
 from pdp_fx.tracing.selecting import SELECTS
@@ -68,13 +69,13 @@ def again(first: ExampleCall, trains: bool) -> Runner:
     return call
 
 
-def seeded(seed: int) -> Runner:
+def seeded(number: int) -> Runner:
     """A runner that seeds the random numbers of torch, Python and NumPy before it calls a model."""
 
     def call(model: Any, example: ExampleCall) -> Any:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed(number)
+        random.seed(number)
+        np.random.seed(number)
         return called(model, example)
 
     return call

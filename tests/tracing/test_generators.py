@@ -12,6 +12,7 @@ import pdp_fx
 from pdp_fx import Channels, PruneSpec
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
+from tests.nets import at_once
 from tests.tracing.checks import Around, exact, opaque
 
 SHARED = random.Random(3)
@@ -155,3 +156,16 @@ def test_globals_that_answer_no_question_are_not_asked(monkeypatch: pytest.Monke
             return self.layer(x) if x.ndim == 2 else LIBRARY.layer(x)
 
     exact(MayUse(), torch.randn(3, 4))
+
+
+def test_generators_of_devices_that_are_not_in_use_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` would seed them once they are, long after `prepare` has ended."""
+
+    def seeds(number: int) -> None:
+        pytest.fail(f"seeds CUDA devices with {number}")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 2))
+    prepared = pdp_fx.prepare(model, at_once(Channels(0.5)), torch.randn(2, 4))
+    pdp_fx.step(prepared)
+    pdp_fx.convert(prepared)
