@@ -43,8 +43,10 @@ class _Memories:
     cells: tuple[CellType, ...] = ()
 
 
-_FOUND: dict[str, tuple[int, _Memories]] = {}
-"""For each Python module its number of names when it was last searched, and what was found."""
+_NONE = _Memories()
+
+_FOUND: dict[str, tuple[dict[str, Any], int, _Memories]] = {}
+"""For each Python module its names, their number when they were last searched, and what was found."""
 
 
 @contextmanager
@@ -72,7 +74,8 @@ def without_memory(recorder: Recorder) -> Generator[None, None, None]:
 
 
 def _past(recorder: Recorder, memory: Any) -> Callable[..., Any]:
-    @functools.wraps(memory)
+    # What `wraps` does besides takes longer than all else here, as this is made for each recording anew.
+    @functools.wraps(memory, assigned=("__name__",), updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         alive = not recorder.inside and any(isinstance(leaf, Live) for leaf in leaves((args, kwargs)))
         return (memory.__wrapped__ if alive else memory)(*args, **kwargs)
@@ -86,14 +89,17 @@ def _searched(model: nn.Module) -> Iterator[tuple[dict[str, Any], _Memories]]:
     A Python module is searched again only if its size has changed.
     """
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] in _NOT_THEIRS:
-            continue
         contents = vars(module)
-        size, memories = _FOUND.get(module_name, (-1, _Memories()))
-        if size != len(contents) or any(type(contents.get(name)) is not _Memory for name in memories.names):
-            memories = _found_in(contents)
-            _FOUND[module_name] = len(contents), memories
-        yield contents, memories
+        known, size, memories = _FOUND.get(module_name, (None, -1, _NONE))
+        as_known = known is contents and size == len(contents)
+        if as_known and memories is _NONE:
+            continue
+        if not as_known or any(type(contents.get(name)) is not _Memory for name in memories.names):
+            theirs = module_name.partition(".")[0] not in _NOT_THEIRS
+            memories = _found_in(contents) if theirs else _NONE
+            _FOUND[module_name] = contents, len(contents), memories
+        if memories is not _NONE:
+            yield contents, memories
     for part in model.modules():
         yield (
             vars(part),
@@ -119,7 +125,8 @@ def _classes(model: nn.Module) -> set[type]:
 
 def _found_in(contents: Mapping[str, Any]) -> _Memories:
     """The cached functions that names stand for."""
-    return _Memories(tuple(_remembering(contents)), tuple(_cells(list(contents.values()))))
+    names, cells = tuple(_remembering(contents)), tuple(_cells(list(contents.values())))
+    return _Memories(names, cells) if names or cells else _NONE
 
 
 def _cells(values: Iterable[Any], depth: int = DEPTH) -> Iterator[CellType]:
