@@ -159,14 +159,15 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
     Args:
         model: a prepared model, also inside a wrapper such as DistributedDataParallel that adds no
             computation. It is not changed.
-        on_pass: called after every pass with the graph's text before it, the pass, and the module.
+        on_pass: called after every pass with the graph's text before it, the pass, and the module; once more
+            for all of them if rounding exceeds the tolerance, so that the conversion is done again.
 
     Returns:
         a plain `torch.fx.GraphModule` of plain torch modules, in eval mode. Its outputs equal those of the
         prepared model in eval mode: in float32 within 1e-5 of the output's scale or, if rounding alone
-        exceeds that, in float64 within 1e-9. This is checked on the example inputs and, where sizes say how
-        channels are laid out, chosen or computed with, on inputs of other sizes; if the result fails there,
-        that is logged.
+        exceeds that, in float64 within 1e-9; a model that cannot run in float64 within 1e-4. This is checked
+        on the example inputs and, where sizes say how channels are laid out, chosen or computed with, on
+        inputs of other sizes; if the result fails there, that is logged.
 
     Raises:
         SpecError: ``on_pass`` cannot be called.
