@@ -95,7 +95,8 @@ class _Merge:
             return type(value), value
         if value not in self._keys:
             parts = tuple(self._key(part) for part in all_values((value.args, value.kwargs)))
-            self._keys[value] = self._numbers.setdefault((value.call, parts), len(self._numbers))
+            form = value.call, len(value.args), tuple(value.kwargs)
+            self._keys[value] = self._numbers.setdefault((form, parts), len(self._numbers))
         return Expr, self._keys[value]
 
     def _gate_of_expression(self, value: Expr, training: bool) -> Gate | None:

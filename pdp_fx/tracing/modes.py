@@ -20,8 +20,8 @@ class When:
 
     function: Callable[..., Any] | str
 
-    def __post_init__(self) -> None:
-        has_side_effect(self)
+    def __hash__(self) -> int:
+        return hash(When)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return When, (self.function,)
@@ -37,6 +37,23 @@ class When:
         if isinstance(self.function, str):
             return getattr(args[0], self.function)(*args[1:], **kwargs)
         return self.function(*args, **kwargs)
+
+
+class _AnyWhen:
+    """Equal to every `When`.
+
+    What has side effects is in one set of `torch.fx`, for good. As one entry it stands for all of them, which
+    may hold what the user wants to be freed.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, When)
+
+    def __hash__(self) -> int:
+        return hash(When)
+
+
+has_side_effect(_AnyWhen())  # pyright: ignore[reportArgumentType]
 
 
 def asks_mode(node: fx.Node) -> bool:

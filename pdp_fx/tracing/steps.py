@@ -418,7 +418,8 @@ def selectors(value: Any) -> Iterator[Attribute]:
 def identity(value: Any) -> Hashable:
     """A key that two expressions share if they are the same computation of the same values."""
     if isinstance(value, Expr):
-        return value.call, tuple(identity(arg) for arg in value.args)
+        named = tuple((name, identity(arg)) for name, arg in value.kwargs.items())
+        return value.call, tuple(map(identity, value.args)), named
     return tuple(map(identity, value)) if isinstance(value, list | tuple) else value
 
 

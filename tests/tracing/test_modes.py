@@ -1,10 +1,12 @@
 import copy
+import gc
 import io
+import weakref
 from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured, convert, prepare, step
@@ -592,3 +594,21 @@ def test_a_module_that_is_told_a_mode_and_goes_by_its_own_may_be_in_another() ->
         wanted = model(x)
         torch.manual_seed(0)
         assert torch.equal(gm(x), wanted)
+
+
+def test_calls_in_one_mode_are_no_dead_code_and_are_not_held_for_good() -> None:
+    class Counter:
+        def count(self, x: Tensor) -> Tensor:
+            return x
+
+    counter = Counter()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(When(counter.count), (True, x))
+    graph.output(x)
+    graph.eliminate_dead_code()
+    assert len(graph.nodes) == 3
+    kept = weakref.ref(counter)
+    del graph, x, counter
+    gc.collect()
+    assert kept() is None
