@@ -65,7 +65,7 @@ class ShrinkChannels(Pass):
         found = ctx.find(ChannelMap)
         if found is None or not found.covers(gm):
             with trial(gm):
-                found = analyse(gm, fresh(ctx.example_inputs), {}, ctx.spec.through_norms)
+                found = analyse(gm, fresh(ctx.example_inputs), ctx.spec.through_norms)
         gone = _gone_classes(found, rows)
         _resize_nodes(gm, found, gone)
         _choose_of_constants(gm, found, gone)

@@ -1,12 +1,13 @@
 """The pass protocol, and the pipeline that runs passes.
 
 A pass edits a graph; the pipeline does everything around it: it checks what a pass requires and
-ensures, removes reads of parameters that have no users, lints, recompiles, and records what happened.
+ensures, removes reads of parameters that have no users, lints, recompiles, and logs what happened.
 The passes are in `pdp_fx.passes`, one in each file.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,16 +22,7 @@ from pdp_fx.tracing.examples import Inputs
 
 Fact = TypeVar("Fact")
 
-
-@dataclass(frozen=True)
-class PassRecord:
-    """What one pass did: its name, whether it edited, the node counts before and after it, and seconds."""
-
-    name: str
-    modified: bool
-    nodes_before: int
-    nodes_after: int
-    seconds: float
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,7 +98,7 @@ class Pipeline:
 
     passes: tuple[Pass, ...]
 
-    def run(self, gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None = None) -> list[PassRecord]:
+    def run(self, gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None = None) -> None:
         """Run every pass on ``gm`` in place.
 
         Args:
@@ -118,19 +110,17 @@ class Pipeline:
             PassError: a pass failed; the message names the pass, and the printed graph is a note. Other
                 errors of this package go through unchanged, with the same note.
         """
-        records: list[PassRecord] = []
         is_stale = False
         for step in self.passes:
             if is_stale and step.calls:
                 gm.recompile()
                 is_stale = False
-            records.append(self._run_one(step, gm, ctx, on_pass))
-            is_stale |= records[-1].modified
+            is_stale |= self._run_one(step, gm, ctx, on_pass)
         if is_stale:
             gm.recompile()
-        return records
 
-    def _run_one(self, step: Pass, gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None) -> PassRecord:
+    def _run_one(self, step: Pass, gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None) -> bool:
+        """Run one pass, and return whether it has edited the graph."""
         before_text = str(gm.graph) if on_pass is not None else ""
         before = len(gm.graph.nodes)
         started = time.perf_counter()
@@ -150,7 +140,11 @@ class Pipeline:
         if on_pass is not None:
             gm.recompile()
             on_pass(before_text, step, gm)
-        return PassRecord(step.name, modified, before, len(gm.graph.nodes), time.perf_counter() - started)
+        _log.debug(
+            "%s: %d nodes, then %d, %.3f s",
+            *(step.name, before, len(gm.graph.nodes), time.perf_counter() - started),
+        )
+        return modified
 
 
 def tidy(gm: fx.GraphModule) -> None:

@@ -151,13 +151,16 @@ def _draw_bar(axes: Axes, bar: Bar, fill: str, ink: str, scale: float) -> None:
     axes.text(bar.lane + 0.5, bar.first + 1.05, f"{bar.width} {unit}{stays}", **place, fontsize=6.5 * scale)
 
 
-def _short(name: str, most: int = 19) -> str:
+_LONGEST_NAME = 19
+
+
+def _short(name: str) -> str:
     """As many of the last parts of a long name as fit; they say more than the first ones."""
-    if len(name) <= most:
+    if len(name) <= _LONGEST_NAME:
         return name
     parts = name.split(".")
     fitting = (".".join(parts[start:]) for start in range(1, len(parts)))
-    last = next((text for text in fitting if len(text) < most), name[1 - most :])
+    last = next((text for text in fitting if len(text) < _LONGEST_NAME), name[1 - _LONGEST_NAME :])
     return f"\N{HORIZONTAL ELLIPSIS}{last}"
 
 

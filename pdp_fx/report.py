@@ -164,7 +164,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
     channels = None
     if inputs is not None:
         with trial(gm):
-            channels = analyse(gm, fresh(inputs), {})
+            channels = analyse(gm, fresh(inputs))
     names = [site.parameter for site in ctx.get(Sites).weights]
     weights = {name: weight_of(gm, name).detach() for name in names}
     rows = [_row(name, weight, weight, channels) for name, weight in weights.items()]

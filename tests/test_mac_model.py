@@ -35,7 +35,7 @@ def counted(model: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("name", NETS)
 def test_the_dense_count_is_that_of_the_layers(name: str) -> None:
     model, x = net(name)
-    found = analyse(trace(model, x), ((x,), {}), {})
+    found = analyse(trace(model, x), ((x,), {}))
     assert mac_model(found, []).macs([]) == counted(model, x)
 
 
@@ -53,7 +53,7 @@ def test_macs_are_per_example_at_the_resolution_of_the_inputs() -> None:
     model, _ = net("conv")
     for batch, size in ((1, 8), (5, 8), (2, 12)):
         x = torch.randn(batch, 3, size, size)
-        found = analyse(trace(model, x), ((x,), {}), {})
+        found = analyse(trace(model, x), ((x,), {}))
         assert mac_model(found, []).macs([]) == counted(model, x)
 
 
@@ -71,7 +71,7 @@ def test_groups_that_are_not_pruned_count_as_they_are() -> None:
 
 def test_a_weight_used_twice_counts_twice() -> None:
     model, x = net("tied")
-    found = analyse(trace(model, x), ((x,), {}), {})
+    found = analyse(trace(model, x), ((x,), {}))
     assert [c.weight for c in found.contractions].count("encoder.weight") == 2
 
 

@@ -1,6 +1,8 @@
 """The wheel holds what the tree holds, and works where only the wheel is installed."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +36,13 @@ pdp_fx.step(prepared)
 small = pdp_fx.convert(prepared)
 torch.testing.assert_close(small(x), prepared.eval()(x), rtol=0, atol=1e-6)
 """
+
+
+@pytest.mark.parametrize("package", ["tracing", "channels", "ops", "weights"])
+def test_the_text_of_a_package_names_its_modules(package: str) -> None:
+    home = ROOT / "pdp_fx" / package
+    text = ast.get_docstring(ast.parse((home / "__init__.py").read_text())) or ""
+    assert {path.stem for path in home.glob("*.py")} - {"__init__"} <= set(re.findall(r"`(\w+)`", text))
 
 
 def project() -> dict[str, Any]:

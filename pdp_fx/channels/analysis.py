@@ -75,23 +75,18 @@ UNUSED = "the model cuts these rows off and never uses them"
 def analyse(
     gm: fx.GraphModule,
     inputs: Inputs,
-    out_of_reach: Mapping[str, str],
     through_norms: bool = False,
-    stand_ins: Iterable[StandIn] = (),
 ) -> ChannelMap:
     """Run ``gm`` on ``inputs`` in eval mode, again if choices turn out useless; return its channel structure.
 
     Args:
         gm: a traced graph; nothing in it changes.
         inputs: positional and keyword arguments.
-        out_of_reach: parameters that no mask can be put on, with the reason as a relative clause.
         through_norms: whether residual streams that norms or statistics run over may go.
-        stand_ins: computed weights that can be pruned in the place of parameters.
     """
-    stand_ins = tuple(stand_ins)
 
     def follow(inner: frozenset[str]) -> Record:
-        return observe(gm, inputs, out_of_reach, stand_ins=stand_ins, inner=inner).record
+        return observe(gm, inputs, {}, inner=inner).record
 
     def solve(record: Record) -> ChannelMap:
         return structure(record, gm, inputs, through_norms)

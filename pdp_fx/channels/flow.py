@@ -340,11 +340,9 @@ class LabelFlow(TorchDispatchMode):
         self.record.choices.append((self.node, outer.reshape(-1).numpy()))
         return self.node in self.record.inner
 
-    def all_without(
-        self, layers: Iterable[Layer], blocked: frozenset[int], why: str, remedy: str = ""
-    ) -> list[Layer]:
+    def all_without(self, layers: Iterable[Layer], blocked: frozenset[int], why: str) -> list[Layer]:
         """`without` for several layers; frozen ones are left out."""
-        kept = (self.without(layer, blocked, why, remedy) for layer in layers)
+        kept = (self.without(layer, blocked, why) for layer in layers)
         return [layer for layer in kept if layer is not None]
 
     def normalise(self, layer: Layer, axis: int, why: str, gated: bool) -> bool:

@@ -88,10 +88,6 @@ class Layer:
         """Whether every element is 0 once its channel is masked with 0."""
         return bool(self.zero.all())
 
-    def along(self, axis: int) -> Tensor:
-        """The labels along ``axis`` as a vector; the layer must not change along any other axis."""
-        return self.ids.reshape(-1) if self.support <= {axis} else self.ids.amax()
-
 
 def origins(*layers: Layer) -> tuple[Slot, ...]:
     """The parameter axes that make the elements of these layers 0, found by following ``needs``.

@@ -103,7 +103,7 @@ def masked_scatter(call: Call, flow: LabelFlow) -> None:
     others = frozenset(range(last))
     mine = flow.all_without(flow.layers(into), others, CHOSEN)
     rows = flow.all_without(flow.layers(source), frozenset(range(source.ndim - 1)), CHOSEN)
-    theirs = [_with_axes(layer, 0, source.ndim - 1, last) for layer in rows]
+    theirs = [_with_axes(layer, source.ndim - 1, last) for layer in rows]
     across = [mine, theirs, *([same] if same else [])]
     flow.put(call.result, [_all_zero(merged, 2) for merged in tie_across(across, flow)])
 
@@ -121,7 +121,7 @@ def pack_padded_sequence(call: Call, flow: LabelFlow) -> None:
     source, lengths = call.args[:2]
     flow.freeze_all([lengths], CHOSEN)
     kept = flow.all_without(flow.layers(source), frozenset({0, 1}), CHOSEN)
-    flow.put(call.result[0], [_with_axes(layer, 0, 2, 1) for layer in kept])
+    flow.put(call.result[0], [_with_axes(layer, 2, 1) for layer in kept])
 
 
 @rule(aten.diagonal)
@@ -214,9 +214,9 @@ def _laid_on(layer: Layer, axes: list[int], rank: int, given: range) -> Layer:
     return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,))
 
 
-def _with_axes(layer: Layer, axis: int, count: int, instead: int) -> Layer:
-    """The layer with ``instead`` axes in the place of ``count`` axes, along which it does not change."""
-    shape = [*layer.ids.shape[:axis], *([1] * instead), *layer.ids.shape[axis + count :]]
+def _with_axes(layer: Layer, count: int, instead: int) -> Layer:
+    """The layer with ``instead`` axes in the place of the first ``count``, along which it does not change."""
+    shape = [*([1] * instead), *layer.ids.shape[count:]]
     return Layer(layer.ids.reshape(shape), layer.zero.reshape(shape), (layer,))
 
 

@@ -302,7 +302,7 @@ def _has_gradient(call: Call, among: frozenset[int], scale: float) -> bool:
     return all(bool(each.isfinite().all()) for each in gradients)
 
 
-def vanishes(call: Call, zeros: frozenset[int], varies: bool = False) -> bool:
+def vanishes(call: Call, zeros: frozenset[int], varies: bool) -> bool:
     """Whether the operation gives 0 when these operands (by number) are 0, whatever the others are.
 
     Args:

@@ -5,11 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pdp_fx import Channels
-from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.compiler import Context
 from pdp_fx.passes.find_sites import FindSites, Sites
-from pdp_fx.passes.label_channels import LabelWatch
+from pdp_fx.passes.label_channels import LabelChannels, LabelWatch
 from pdp_fx.trace import trace
 from pdp_fx.tracing.outcome import outcome
 from tests.nets import assert_unchanged, at_once, listing, net, prepare_until, snapshot
@@ -80,12 +79,11 @@ def test_labels_and_trials_do_not_depend_on_the_default_device() -> None:
     x = torch.randn(2, 3, 4, 4)
     gm = trace(Adapted(), x)
     with torch.device("meta"):
-        ctx = Context(SPEC)
+        ctx = Context(SPEC, ((x,), {}))
         FindSites().run(gm, ctx)
-        sites = ctx.get(Sites)
-        found = analyse(gm, ((x,), {}), sites.out_of_reach, stand_ins=sites.stand_ins)
-    assert [(group.name, group.width) for group in found.groups] == [("conv", 8)]
-    assert [weight.parameter for weight in sites.weights if not weight.unfit] == [
+        LabelChannels().run(gm, ctx)
+    assert [(group.name, group.width) for group in ctx.get(ChannelMap).groups] == [("conv", 8)]
+    assert [weight.parameter for weight in ctx.get(Sites).weights if not weight.unfit] == [
         "conv.weight",
         "head.weight",
     ]

@@ -30,8 +30,7 @@ def test_equal_outputs_pass_and_the_graph_is_left_alone() -> None:
     assert ctx.example_inputs is not None
     ctx.put(Reference(eval_outputs(gm, ctx.example_inputs), 0.0))
     before = listing(gm)
-    (record,) = VERIFY.run(gm, ctx)
-    assert not record.modified
+    VERIFY.run(gm, ctx)
     assert ctx.get(Verified) == Verified(0.0, {})
     assert listing(gm) == before
 
