@@ -45,8 +45,28 @@ class _Memories:
 
 _NONE = _Memories()
 
-_FOUND: dict[str, tuple[dict[str, Any], int, _Memories]] = {}
-"""For each Python module its names, their number when they were last searched, and what was found."""
+_FOUND: dict[str, tuple[int, _Memories]] = {}
+"""For each Python module its number of names when it was last searched, and what was found."""
+
+
+class _PythonModules:
+    """The names of all Python modules but those of `_NOT_THEIRS`, which are a thousand or two."""
+
+    def __init__(self) -> None:
+        self._mark: tuple[int, str] | None = None
+        self._contents: list[tuple[str, dict[str, Any]]] = []
+
+    def now(self) -> list[tuple[str, dict[str, Any]]]:
+        """What each module is called, and its names; looked up again where one was imported since."""
+        mark = len(sys.modules), next(reversed(sys.modules))
+        if mark != self._mark:
+            modules = list(sys.modules.items())
+            theirs = [(name, each) for name, each in modules if name.partition(".")[0] not in _NOT_THEIRS]
+            self._mark, self._contents = mark, [(name, vars(each)) for name, each in theirs]
+        return self._contents
+
+
+_PYTHON_MODULES = _PythonModules()
 
 
 @contextmanager
@@ -88,18 +108,14 @@ def _searched(model: nn.Module) -> Iterator[tuple[dict[str, Any], _Memories]]:
 
     A Python module is searched again only if its size has changed.
     """
-    for module_name, module in list(sys.modules.items()):
-        contents = vars(module)
-        known, size, memories = _FOUND.get(module_name, (None, -1, _NONE))
-        as_known = known is contents and size == len(contents)
-        if as_known and memories is _NONE:
+    for module_name, contents in _PYTHON_MODULES.now():
+        size, memories = _FOUND.get(module_name, (-1, _NONE))
+        if size == len(contents) and memories is _NONE:
             continue
-        if not as_known or any(type(contents.get(name)) is not _Memory for name in memories.names):
-            theirs = module_name.partition(".")[0] not in _NOT_THEIRS
-            memories = _found_in(contents) if theirs else _NONE
-            _FOUND[module_name] = contents, len(contents), memories
-        if memories is not _NONE:
-            yield contents, memories
+        if size != len(contents) or any(type(contents.get(name)) is not _Memory for name in memories.names):
+            memories = _found_in(contents)
+            _FOUND[module_name] = len(contents), memories
+        yield contents, memories
     for part in model.modules():
         yield (
             vars(part),

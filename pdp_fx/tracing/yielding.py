@@ -9,6 +9,7 @@ list, is found by `pdp_fx.tracing.decoys`.
 import functools
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -92,6 +93,8 @@ def _functions(home: dict[str, Any]) -> Iterator[FunctionType]:
 
 def _behind(value: Any) -> Iterator[FunctionType]:
     """The users' functions that run when this is called or looked up: behind decorators and descriptors."""
+    if type(value) in _INERT:
+        return
     if isinstance(value, property):
         yield from _behind(value.fget)
     elif isinstance(value, functools.cached_property):
@@ -104,7 +107,16 @@ def _behind(value: Any) -> Iterator[FunctionType]:
         while value is not None:
             if isinstance(value, FunctionType) and is_users(value.__code__.co_filename):
                 yield value
-            value = inspect.getattr_static(value, "__wrapped__", None)
+            is_plain = type(value) is FunctionType
+            value = (
+                vars(value).get("__wrapped__")
+                if is_plain
+                else inspect.getattr_static(value, "__wrapped__", None)
+            )
+
+
+_INERT = frozenset((bool, int, float, str, bytes, type(None), tuple, list, dict, set, frozenset, OrderedDict))
+"""Types of most of what modules and their classes hold, which is never called."""
 
 
 def _attributes(model: nn.Module) -> Iterator[dict[str, Any]]:
