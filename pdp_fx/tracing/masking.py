@@ -15,8 +15,8 @@ from typing import Any
 from pdp_fx.tracing.align import kind_of_step
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.selecting import LOOKS
-from pdp_fx.tracing.skipping import differences, mapped
-from pdp_fx.tracing.steps import CHECKS, Recording, Step
+from pdp_fx.tracing.skipping import differences
+from pdp_fx.tracing.steps import CHECKS, Recording, Step, with_parts
 
 
 def is_as_without(full: Recording, other: Recording, number: int) -> bool:
@@ -56,7 +56,7 @@ class _Known:
         """The value that a value is the same as, also inside a structure."""
         while isinstance(value, Step) and value in self._same:
             value = self._same[value]
-        return value if isinstance(value, Step) else mapped(self.resolved, value)
+        return value if isinstance(value, Step) else with_parts(self.resolved, value)
 
     def number(self, value: Any) -> float | None:
         """The finite number that all elements of a value are, if that is known."""

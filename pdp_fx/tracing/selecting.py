@@ -22,7 +22,7 @@ from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.functions import acts_in_place, written_by
 from pdp_fx.tracing.modes import When, function_of
 from pdp_fx.tracing.sizes import if_any
-from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Step, is_ragged
+from pdp_fx.tracing.steps import Expr, Recording, Step, is_ragged
 
 SELECTS = "selects"
 """The entry of a node's `meta` with the number, from 1, of the selection that it makes."""
@@ -127,22 +127,15 @@ def note_idle(full: Recording, other: Recording, empty: Container[int]) -> bool:
     numbers = [0, *(asked.number for asked in full.asked)]
     if numbers != [0, *(asked.number for asked in other.asked)]:
         return False
-    for number, steps, others in zip(numbers, _segments(full), _segments(other), strict=True):
+    for number, steps, others in zip(
+        numbers, full.between(full.asked), other.between(other.asked), strict=True
+    ):
         left_out = len(steps) - len(others) if number in empty else 0
         if left_out < 0 or list(map(kind_of_step, steps[left_out:])) != list(map(kind_of_step, others)):
             return False
         for step in steps[:left_out]:
             step.idle = number
     return True
-
-
-def _segments(recording: Recording) -> list[list[Step]]:
-    """The steps before the first question, and those behind each, without checks, which are made once."""
-    places = [0, *(asked.place for asked in recording.asked), len(recording.steps)]
-    return [
-        [step for step in recording.steps[start:stop] if step.target not in CHECKS]
-        for start, stop in zip(places, places[1:], strict=False)
-    ]
 
 
 def does_more(graph: fx.Graph, empty: Container[int], observed: AbstractSet[fx.Node]) -> fx.Node | None:

@@ -33,6 +33,7 @@ from pdp_fx.tracing.steps import (
     identity,
     is_data,
     root,
+    with_parts,
 )
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ def _taken_in_full(base: Recording, other: Recording, in_eval: Recording | None)
     It goes the way that eval mode goes, if eval mode has all that one of the ways has more, else the longer.
     """
     ways: dict[int, tuple[Counter[Hashable], Counter[Hashable]]] = {}
-    for draw, *segments in zip(base.draws, *(_segments(each)[1:] for each in (base, other)), strict=False):
+    pieces = (each.between(each.draws)[1:] for each in (base, other))
+    for draw, *segments in zip(base.draws, *pieces, strict=False):
         counters = ways.setdefault(draw.number, (Counter(), Counter()))
         for counter, steps in zip(counters, segments, strict=True):
             counter.update(_kinds(steps))
@@ -144,9 +146,8 @@ def asks_finite(value: Any) -> bool:
     """Whether a value says of tensors, all together, whether their numbers are finite."""
     if not isinstance(value, Step) or value.reason or value.op not in ("call_function", "call_method"):
         return False
-    name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
     data = [part for part in all_values((value.args, value.kwargs)) if is_data(part)]
-    return name in _ASKS or (name in _COMBINES and bool(data) and all(map(asks_finite, data)))
+    return value.called in _ASKS or (value.called in _COMBINES and bool(data) and all(map(asks_finite, data)))
 
 
 def _note_asking(value: Any) -> None:
@@ -347,11 +348,11 @@ class _Merge:
             region = self._region_of.get(tree) if self._is_left_out(tree, turn) else None
             choice = None if region is None else region.choices.get(tree)
             return tree if choice is None else self._chosen(choice.args[1], turn)
-        return mapped(lambda part: self._chosen(part, turn), tree)
+        return with_parts(lambda part: self._chosen(part, turn), tree)
 
     def _paired(self, turn: frozenset[int], other: Recording) -> dict[Step, Step]:
         """The steps of another recording with their counterparts; those without are put into regions."""
-        mine, theirs = _segments(self.full), _segments(other)
+        mine, theirs = (each.between(each.draws) for each in (self.full, other))
         if len(mine) != len(theirs):
             raise _DiffersError("more differs than what is left out")
         pairs: dict[Step, Step] = {}
@@ -465,7 +466,7 @@ class _Merge:
         if isinstance(tree, Step):
             region = self._region_of.get(tree)
             return tree if region is None or region is own else region.choices.get(tree, tree)
-        return mapped(lambda part: self._replaced(part, own), tree)
+        return with_parts(lambda part: self._replaced(part, own), tree)
 
 
 def _kinds(steps: Sequence[Step]) -> list[Hashable]:
@@ -487,15 +488,6 @@ def _matched(full: list[Step], others: list[Step]) -> Iterator[tuple[Step | None
         else:
             yield from zip_longest(full[i:i_end], ())
             yield from ((None, other) for other in others[j:j_end])
-
-
-def _segments(recording: Recording) -> list[list[Step]]:
-    """The steps before the first branch, and those behind each; without checks, which are made once each."""
-    places = [0, *(draw.place for draw in recording.draws), len(recording.steps)]
-    return [
-        [step for step in recording.steps[start:stop] if step.target not in CHECKS]
-        for start, stop in zip(places, places[1:], strict=False)
-    ]
 
 
 def differences(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> Iterator[tuple[Any, Any]]:
@@ -531,18 +523,7 @@ def _translated(value: Any, pairs: Mapping[Step, Step]) -> Any:
         if value not in pairs:
             raise _DiffersError("more differs than what is left out")
         return pairs[value]
-    return mapped(lambda part: _translated(part, pairs), value)
-
-
-def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """A structure or an expression with each part changed; anything else as it is."""
-    if isinstance(tree, Expr):
-        return Expr(tree.call, tuple(map(change, tree.args)), {k: change(v) for k, v in tree.kwargs.items()})
-    if isinstance(tree, slice):
-        return slice(change(tree.start), change(tree.stop), change(tree.step))
-    if isinstance(tree, dict):
-        return {key: change(part) for key, part in tree.items()}
-    return type(tree)(map(change, tree)) if type(tree) in (tuple, list) else tree
+    return with_parts(lambda part: _translated(part, pairs), value)
 
 
 def _steps_in(tree: Any) -> set[Step]:

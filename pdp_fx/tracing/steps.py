@@ -8,7 +8,7 @@ differently.
 """
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
@@ -266,6 +266,14 @@ class Recording:
     added: tuple[Step, ...] = ()
     seconds: float = 0.0
 
+    def between(self, branches: Sequence[Draw | Asked]) -> list[list[Step]]:
+        """The steps before the first of these, and those behind each; without checks, which are made once."""
+        places = [0, *(each.place for each in branches), len(self.steps)]
+        return [
+            [step for step in self.steps[start:stop] if step.target not in CHECKS]
+            for start, stop in zip(places, places[1:], strict=False)
+        ]
+
     @property
     def draws_outside(self) -> bool:
         """Whether a number is drawn from the generator of Python or NumPy."""
@@ -421,6 +429,17 @@ def identity(value: Any) -> Hashable:
         named = tuple((name, identity(arg)) for name, arg in value.kwargs.items())
         return value.call, tuple(map(identity, value.args)), named
     return tuple(map(identity, value)) if isinstance(value, list | tuple) else value
+
+
+def with_parts(change: Callable[[Any], Any], tree: Any) -> Any:
+    """A structure or an expression with each part changed; anything else as it is."""
+    if isinstance(tree, Expr):
+        return Expr(tree.call, tuple(map(change, tree.args)), {k: change(v) for k, v in tree.kwargs.items()})
+    if isinstance(tree, slice):
+        return slice(change(tree.start), change(tree.stop), change(tree.step))
+    if isinstance(tree, dict):
+        return {key: change(part) for key, part in tree.items()}
+    return type(tree)(map(change, tree)) if type(tree) in (tuple, list) else tree
 
 
 def root(value: Any) -> Step | None:
