@@ -27,7 +27,7 @@ from benchmarks.zoo_outputs import TOLERANCE, Arguments, call, difference, in_dt
 from benchmarks.zoo_peer import measure_peer
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.errors import PassError, PdpError, VerifyError
-from pdp_fx.passes.verify_equivalence import rounding_effect
+from pdp_fx.measuring import rounding_effect
 from pdp_fx.proving import allowed_for
 from pdp_fx.pruner import find
 from pdp_fx.trace import trace

@@ -22,13 +22,8 @@ from pdp_fx.compiler import Context, OnPass, Pipeline
 from pdp_fx.errors import PdpError, StateError, VerifyError
 from pdp_fx.example_inputs import matching
 from pdp_fx.fingerprint import fingerprint
-from pdp_fx.passes.verify_equivalence import (
-    Precision,
-    Reference,
-    eval_outputs,
-    relative_difference,
-    rounding_effect,
-)
+from pdp_fx.measuring import Precision, eval_outputs, relative_difference, rounding_effect
+from pdp_fx.passes.verify_equivalence import Reference
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.examples import ExampleCall, Inputs, first_taken

@@ -20,9 +20,9 @@ from pdp_fx.collecting import collecting_new
 from pdp_fx.errors import StateError, VerifyError
 from pdp_fx.example_inputs import matching
 from pdp_fx.field_checks import described
+from pdp_fx.measuring import Precision
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import CONVERT_UNFOLDED
-from pdp_fx.passes.verify_equivalence import Precision
 from pdp_fx.proving import LOOSE, LOOSE_ROUNDINGS, TOLERANCE, copied
 from pdp_fx.pruner import CHILD, find, find_one
 from pdp_fx.tracing.examples import ExampleCall, Inputs

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from pdp_fx.errors import StateError
 from pdp_fx.example_inputs import fresh, matching, trial
-from pdp_fx.passes.verify_equivalence import relative_difference
+from pdp_fx.measuring import relative_difference
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.leaves import has_hooks
 from pdp_fx.tracing.replacing import ALONE, replaced
