@@ -14,10 +14,9 @@ from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.decoys import does_same
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import Changes
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.verify import Runner, again, run
+from pdp_fx.tracing.verify import Runner, again, tried
 
 _log = logging.getLogger(__name__)
 
@@ -106,18 +105,11 @@ def _differ(
 ) -> bool | None:
     """Whether calls of the graph give something else than those of the model; None if either refuses them."""
     # The graph comes first: it refuses what it does not take before it computes.
-    got = _later(gm, later, calls, training, model)
-    wanted = None if got is None else _later(model, later, calls, training, model)
-    return None if got is None or wanted is None else bool(wanted.difference(got))
-
-
-def _later(
-    which: nn.Module, example: ExampleCall, runner: Runner, training: bool, model: nn.Module
-) -> Outcome | None:
-    try:
-        return run(which, example, training, runner, model)
-    except Exception:  # noqa: BLE001 another example is ours, not the user's
+    got = tried(gm, later, training, model, runner=calls)
+    wanted = got if isinstance(got, Exception) else tried(model, later, training, runner=calls)
+    if isinstance(got, Exception) or isinstance(wanted, Exception):
         return None
+    return bool(wanted.difference(got))
 
 
 def _listed(names: list[str]) -> str:
