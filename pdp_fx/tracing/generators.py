@@ -120,13 +120,17 @@ def _of_cuda() -> list[torch.Tensor]:
 
 
 def seed(number: int) -> None:
-    """Seed torch's generators of the CPU, and of the CUDA devices if they are in use.
+    """Seed torch's generators of the CPU, and of the devices that are in use.
 
     `torch.manual_seed` would have others seeded as soon as they are used, which cannot be taken back.
     """
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
+    if torch.xpu.is_initialized():
+        torch.xpu.manual_seed_all(number)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(number)
 
 
 def other_generators() -> tuple[Any, ...]:
