@@ -3,14 +3,17 @@
 A converted model is a graph, which does what the model did on inputs like the example. What Python decides
 anew at each call, such as how long a list is or when a text ends, is in the code of the user's class only. So
 the layers and parameters of the converted graph are put into a copy of the model, and the copy has to give
-what the graph gives; where its code says how many channels there are, it does not.
+what the graph gives. Numbers of channels and heads that its modules keep are counted anew for that; where its
+code says how many there are, it does not.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from fractions import Fraction
+from itertools import combinations, islice
 
 import torch
 from torch import fx, nn
@@ -47,15 +50,18 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
         model: what was given to `prepare`, or another of the same architecture; it is not changed.
 
     Returns:
-        a copy of ``model`` in eval mode. Its outputs equal those of the converted model up to rounding on the
-        example inputs, and on others that both take: another batch, other sizes, and other numbers. What its
-        other methods do is not compared, nor what it does in training mode.
+        a copy of ``model`` in eval mode. Whole numbers that its modules keep as attributes, such as
+        ``num_heads``, are counted anew where it takes that to be equal. Its outputs equal those of the
+        converted model up to rounding on the example inputs, and on others that both take: another batch,
+        other sizes, and other numbers. What its other methods do is not compared, nor what it does in
+        training mode.
 
     Raises:
         StateError: as for `convert`; or ``prepared`` was made without example inputs, or of another model.
         SpecError: as for `convert`.
         VerifyError: the code of ``model`` does not go with the smaller layers, as where it counts channels or
-            heads itself, or computes a weight that `convert` writes down; the message says where it fails.
+            heads in another way, or computes a weight that `convert` writes down; the message says where it
+            fails.
             Or as for `convert`.
         PassError: as for `convert`.
 
@@ -78,9 +84,18 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
     _refuse_another(gm, model)
     small = converted(prepared, None, CONVERT_UNFOLDED)
     made = copied(model).eval()
-    _fill(made, small)
-    _check(made, small, model, pruner.example_inputs)
-    return made
+    counts = _counts(made, _fill(made, small))
+    refusals: list[VerifyError] = []
+    for chosen in islice(_choices(counts), MOST_CHOICES):
+        with _counted(chosen) as counted:
+            try:
+                _check(made, small, model, pruner.example_inputs)
+            except VerifyError as err:
+                refusals.append(err)
+            else:
+                counted.pop_all()
+                return made
+    raise refusals[0]
 
 
 def _refuse_another(gm: fx.GraphModule, model: nn.Module) -> None:
@@ -96,24 +111,32 @@ def _refuse_another(gm: fx.GraphModule, model: nn.Module) -> None:
             )
 
 
-def _fill(made: nn.Module, small: fx.GraphModule) -> None:
+Lengths = dict[str, set[tuple[int, int]]]
+"""By the path of a module, how long the axes of its parameters and buffers were, and are."""
+
+
+def _fill(made: nn.Module, small: fx.GraphModule) -> Lengths:
     """Put the layers, parameters and buffers of a converted graph where a model has its own."""
     own = dict(named_modules(made))
+    tensors = (*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False))
+    before = {name: tensor.shape for name, tensor in tensors}
     for path, layer in named_modules(small):
         if is_layer(layer) and not is_shell(layer) and isinstance(own.get(path), type(layer)):
             made.set_submodule(path, layer)
     owners = dict(named_modules(made))
     parameters = small.named_parameters(remove_duplicate=False)
-    lengths: dict[str, set[tuple[int, int]]] = {}
+    lengths: Lengths = {}
     for name, tensor in (*parameters, *small.named_buffers(remove_duplicate=False)):
         path, _, leaf = name.rpartition(".")
         owner = owners.get(path)
         if owner is None or leaf not in {**owner._parameters, **owner._buffers}:
             continue
-        lengths.setdefault(path, set()).update(zip(getattr(owner, leaf).shape, tensor.shape, strict=False))
+        lengths.setdefault(path, set()).update(zip(before[name], tensor.shape, strict=False))
         setattr(owner, leaf, tensor)
     for path, pairs in lengths.items():
-        _recount(owners[path], pairs)
+        if owners[path] is own[path]:
+            _recount(owners[path], pairs)
+    return lengths
 
 
 def _recount(owner: nn.Module, lengths: set[tuple[int, int]]) -> None:
@@ -129,6 +152,49 @@ def _recount(owner: nn.Module, lengths: set[tuple[int, int]]) -> None:
     held |= {name: now[value] for name, value in held.items() if type(value) is int and value in now}
 
 
+Count = tuple[type, str]
+"""An attribute of the modules of a class that may be a number of channels or heads."""
+
+
+def _counts(made: nn.Module, lengths: Lengths) -> dict[Count, list[tuple[nn.Module, int]]]:
+    """The numbers that may count the channels or heads of layers inside a module, and what they would be now.
+
+    Of a module whose layers have all kept the same share of their channels, such as the projections of an
+    attention, it may be any that divides how many there were. The model does not say which; trying does.
+    """
+    found: dict[Count, list[tuple[nn.Module, int]]] = {}
+    for path, module in named_modules(made):
+        inside = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+        changed = {pair for each in inside for pair in lengths.get(each, ()) if pair[0] != pair[1]}
+        shares = {Fraction(after, before) for before, after in changed}
+        for name, value in vars(module).items() if len(shares) == 1 else ():
+            now = value * next(iter(shares)) if type(value) is int and value > 1 else Fraction(1, 2)
+            if now.denominator == 1 and any(before % value == 0 for before, _ in changed):
+                found.setdefault((type(module), name), []).append((module, int(now)))
+    return found
+
+
+MOST_CHOICES = 64
+"""So many ways to count anew are tried."""
+
+
+def _choices(counts: dict[Count, list[tuple[nn.Module, int]]]) -> Iterator[list[tuple[nn.Module, str, int]]]:
+    """Which numbers to change, none at first, and the fewest."""
+    for size in range(len(counts) + 1):
+        for chosen in combinations(counts, size):
+            yield [(module, name, now) for kind, name in chosen for module, now in counts[kind, name]]
+
+
+@contextmanager
+def _counted(chosen: list[tuple[nn.Module, str, int]]) -> Generator[ExitStack, None, None]:
+    """Have attributes of modules be these numbers inside the block, and after it if the stack is emptied."""
+    with ExitStack() as stack:
+        for module, name, now in chosen:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, now)
+        yield stack
+
+
 def _check(made: nn.Module, small: fx.GraphModule, model: nn.Module, inputs: Inputs) -> None:
     """Check that a model gives what the converted graph gives, on the example and on what else both take.
 
@@ -140,9 +206,11 @@ def _check(made: nn.Module, small: fx.GraphModule, model: nn.Module, inputs: Inp
     """
     dtype = next((each.dtype for each in small.parameters() if each.is_floating_point()), torch.float32)
     double = dtype == torch.float64
-    decided = double or _agree_in_double(made, small, inputs)
-    loose = None if decided else max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
     example = ExampleCall(*matching(inputs, small))
+    # A model that fails at once need not be copied.
+    fails = isinstance(tried(made, example, training=False), Exception)
+    decided = double or (not fails and _agree_in_double(made, small, inputs))
+    loose = None if decided else max(LOOSE, LOOSE_ROUNDINGS * torch.finfo(dtype).eps)
     for call in (example, *_variations(example)):
         wanted, got, exact = _given(small, made, call)
         # What is made up may be refused, by the graph or by the model as it was, too.

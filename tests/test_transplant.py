@@ -175,7 +175,9 @@ def test_a_weight_that_is_computed_stays_computed_or_is_refused(rule: Rule) -> N
 
 
 class Averages(nn.Module):
-    """Divides by the number of channels that it once had."""
+    """Divides by the number of channels that it once had, as an attribute of a module or of its class."""
+
+    last_width = 8
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +185,39 @@ class Averages(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
-        return self.last(x * (x.shape[-1] / self.width))
+        return self.last(x * (x.shape[-1] / self.counted()))
+
+    def counted(self) -> int:
+        return self.width
+
+
+class AveragesOfClass(Averages):
+    def counted(self) -> int:
+        return self.last_width
+
+
+class CountedHeads(Heads):
+    """Counts its heads, and the channels of each, before it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(self.into_heads)
+        self.num_heads, self.head_dim, self.embed_dim = 4, 4, 16
+
+    def into_heads(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+
+
+def test_numbers_that_a_module_has_of_its_layers_are_counted_anew_where_that_fits() -> None:
+    model = Averages()
+    made: Any = pdp_fx.transplant(pruned(model, torch.randn(2, 4), Channels(ratio=0.5)), model)
+    assert (made.width, made.last_width, model.width) == (4, 8, 8)
+    attention = CountedHeads()
+    spec = {"wide": None, "back": None}
+    prepared = pruned(attention, torch.randn(2, 5, 8), Channels(ratio=0.5), overrides=spec)
+    made = pdp_fx.transplant(prepared, attention)
+    assert (made.num_heads, made.head_dim, attention.num_heads) == (2, 4, 4)
+    x = torch.randn(3, 7, 8)
+    torch.testing.assert_close(made(x), pdp_fx.convert(prepared)(x))
 
 
 def test_numbers_of_channels_that_others_become_are_counted_once() -> None:
@@ -210,8 +244,8 @@ def test_a_model_that_fails_on_the_example_is_refused() -> None:
 
 
 def test_another_result_is_refused() -> None:
-    model = Averages()
-    with pytest.raises(VerifyError, match="Averages with its smaller layers returns another tensor"):
+    model = AveragesOfClass()
+    with pytest.raises(VerifyError, match="AveragesOfClass with its smaller layers returns another tensor"):
         pdp_fx.transplant(pruned(model, torch.randn(2, 4), Channels(ratio=0.5)), model)
 
 

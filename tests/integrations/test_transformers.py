@@ -227,7 +227,7 @@ def test_a_pruned_language_model_generates_as_its_graph_does() -> None:
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32, use_cache=False)
     model: Any = GPT2LMHeadModel(config)
     ids = torch.randint(64, (2, 6))
-    spec = PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0), overrides={"re:.*attn.*": None})
+    spec = PruneSpec(Channels(0.5), schedule=Schedule(0, 1.0), allocation="uniform")
     prepared = pdp_fx.prepare(model, spec, {"input_ids": ids})
     pdp_fx.step(prepared)
     small, own = pdp_fx.convert(prepared), pdp_fx.transplant(prepared, model)
