@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cached_property
 
 from pdp_fx.tracing.steps import CHECKS, Recording, Scope, Step, Whole
 
@@ -52,17 +53,31 @@ class Alignment:
     def flags_in(self, start: Scope) -> tuple[str, ...]:
         """The modules by whose flags the steps in a call of a module differ, always in the same order.
 
-        They are those whose flags the innermost module reads that reads any which training sets.
+        They are those whose flags the innermost module reads that reads any which training sets; the module
+        itself if none does.
         """
         scope: Scope | None = start
         while scope is not None:
-            in_eval = self.in_eval.flags.get(scope.path, _NONE)
-            in_train = self.in_train.flags.get(scope.path, _NONE)
-            asked = {path for path, _ in (*in_eval, *in_train)} - {path for path, on in in_train if not on}
+            asked = self._asked_in(scope.path)
             if asked:
                 return tuple(sorted(asked))
             scope = scope.parent
         return (start.path,)
+
+    def flags_around(self, scope: Scope) -> frozenset[str]:
+        """The modules whose flags are read in a call of a module, or in those that it happens in."""
+        found = self.flags_in(scope)
+        return frozenset(found) & self.asked
+
+    @cached_property
+    def asked(self) -> frozenset[str]:
+        """All modules whose flags any reads, and training sets."""
+        paths = self.in_eval.flags.keys() | self.in_train.flags.keys()
+        return frozenset[str]().union(*map(self._asked_in, paths))
+
+    def _asked_in(self, path: str) -> set[str]:
+        in_eval, in_train = (each.flags.get(path, _NONE) for each in (self.in_eval, self.in_train))
+        return {owner for owner, _ in (*in_eval, *in_train)} - {owner for owner, on in in_train if not on}
 
     def asked_together(self) -> set[tuple[str, ...]]:
         """The modules whose flags a module reads, or is told in a call, where they are more than one."""

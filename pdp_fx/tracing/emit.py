@@ -8,6 +8,7 @@ changes a tensor, or needs the result of such a step, it is wrapped in `When`, w
 only.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx, nn
@@ -20,7 +21,7 @@ from pdp_fx.tracing.recomputing import RECOMPUTED
 from pdp_fx.tracing.selecting import IDLE, SELECTS
 from pdp_fx.tracing.skipping import kept_unless
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Scope, Step, Whole, root
-from pdp_fx.tracing.writer import Gate, Writer
+from pdp_fx.tracing.writer import Gate, Writer, nodes_in
 
 
 def write_graph(
@@ -60,6 +61,8 @@ class _Merge:
         self._places = {step: i for i, pair in enumerate(alignment.pairs) for step in pair.steps}
         self._shared = self._expressions(False) & self._expressions(True)
         self._single: set[tuple[bool, Step | None]] = set()
+        # The modules by whose flags a node is only in one mode what it is.
+        self._deciders: dict[fx.Node, frozenset[str]] = {}
 
     def add(self, pair: Pair) -> None:
         """Write the next step."""
@@ -113,9 +116,19 @@ class _Merge:
 
     def _flag(self, scope: Scope) -> str:
         """The module by whose flag steps in a call differ; that of several are alike is checked."""
-        asked = self.alignment.flags_in(scope)
-        self.writer.check_alike(*asked)
-        return asked[0]
+        return self._one_of(self.alignment.flags_in(scope))
+
+    def _one_of(self, deciders: Iterable[str]) -> str:
+        """The first of several modules; that they are in one mode is checked."""
+        ordered = sorted(deciders)
+        self.writer.check_alike(*ordered)
+        return ordered[0]
+
+    def _decide(self, node: fx.Node) -> frozenset[str]:
+        """The modules by whose flags a node is there in one mode only, or computed of such."""
+        if node not in self._deciders:
+            self._deciders[node] = frozenset[str]().union(*map(self._decide, node.all_input_nodes))
+        return self._deciders[node]
 
     def output(self, in_eval: Any, in_train: Any) -> None:
         """Write what the model returns."""
@@ -133,6 +146,7 @@ class _Merge:
         step = in_train if lasting else in_eval
         node = self.writer.step(step, args, kwargs)
         self._nodes[False, in_eval] = self._nodes[True, in_train] = node
+        self._deciders[node] = frozenset()
         _note_parts(node, in_train)
         _note_selection(node, in_eval)
 
@@ -142,9 +156,14 @@ class _Merge:
         own = all((training, root(value)) in self._single for value in step.changes)
         optional = any(_is_optional(root(value)) for value in all_values((step.args, step.kwargs)))
         harmless = own and not optional and self.writer.is_harmless(step, training) and not self.gate_all
-        gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(self._flag(scope), training)
+        # What else decides on what it is given has to be in the same mode, as in the recordings.
+        deciders = frozenset(self.alignment.flags_in(scope)).union(
+            *map(self._decide, nodes_in((args, kwargs)))
+        )
+        gate = self.writer.gate_of((args, kwargs)) if harmless else Gate(self._one_of(deciders), training)
         self._single.add((training, step))
         node = self._nodes[training, step] = self.writer.step(step, args, kwargs, gate)
+        self._deciders[node] = deciders
         if gate is None:
             # What it changes, if anything, is seen by the users of its result alone.
             node.meta[MAY_WAIT] = True
@@ -195,13 +214,24 @@ class _Merge:
         if _same(in_eval, in_train):
             return in_eval
         if type(in_eval) is not type(in_train):
-            return self.writer.pick(in_eval, in_train, self._flag(scope))
+            return self._pick(in_eval, in_train, scope)
         if isinstance(in_eval, dict) and list(in_eval) == list(in_train):
             return {key: self._join(in_eval[key], in_train[key], scope) for key in in_eval}
         if isinstance(in_eval, tuple | list) and len(in_eval) == len(in_train):
             parts = [self._join(a, b, scope) for a, b in zip(in_eval, in_train, strict=True)]
             return type(in_eval)(parts)
-        return self.writer.pick(in_eval, in_train, self._flag(scope))
+        return self._pick(in_eval, in_train, scope)
+
+    def _pick(self, in_eval: Any, in_train: Any, scope: Scope) -> fx.Node:
+        """One of two values by the flags of the modules that have made them differ, or may have.
+
+        These are those that decide on steps of one mode which made the values, and those that are asked in
+        the call that uses them, or around it. If there are none, any that is asked may have given another
+        number, say.
+        """
+        made = frozenset[str]().union(*map(self._decide, nodes_in((in_eval, in_train))))
+        deciders = made | self.alignment.flags_around(scope) or self.alignment.asked
+        return self.writer.pick(in_eval, in_train, self._one_of(deciders or self.alignment.flags_in(scope)))
 
 
 def _note_parts(node: fx.Node, in_train: Step) -> None:

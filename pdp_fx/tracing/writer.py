@@ -138,7 +138,7 @@ class Writer:
         return self._expressions[key]
 
     def _hoisted(self, call: str | Callable[..., Any], args: Any, kwargs: Any, gate: Gate | None) -> fx.Node:
-        operands = _nodes((args, kwargs))
+        operands = nodes_in((args, kwargs))
         op = "call_method" if isinstance(call, str) else "call_function"
         gate = self.gate_of(operands) or gate
         if not operands or gate is not None:
@@ -191,7 +191,7 @@ class Writer:
 
     def gate_of(self, args: Any) -> Gate | None:
         """The gate of an argument that is computed in one mode only, or None."""
-        return next((self._gates[node] for node in _nodes(args) if node in self._gates), None)
+        return next((self._gates[node] for node in nodes_in(args) if node in self._gates), None)
 
     def is_harmless(self, step: Step, training: bool) -> bool:
         """Whether a step of one mode (training or not) may also run in the other."""
@@ -249,7 +249,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same_kind and not (one.requires_grad or other.requires_grad) and torch.equal(one, other)
 
 
-def _nodes(args: Any) -> list[fx.Node]:
+def nodes_in(args: Any) -> list[fx.Node]:
+    """The nodes among arguments."""
     found: list[fx.Node] = []
     map_arg(args, found.append)
     return found

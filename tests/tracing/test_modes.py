@@ -596,6 +596,66 @@ def test_a_module_that_is_told_a_mode_and_goes_by_its_own_may_be_in_another() ->
         assert torch.equal(gm(x), wanted)
 
 
+class Noisy(nn.Module):
+    """Does something in training only, and returns the result.
+
+    Args:
+        kind: what it does.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.kind == "scales":
+            return x * 2 if self.training else x
+        return x + torch.rand_like(x) if self.training else x
+
+
+class Nested(nn.Module):
+    """Uses what a part gives that goes by its own mode.
+
+    Args:
+        kind: as for `Noisy`.
+        use: what becomes of it.
+    """
+
+    def __init__(self, kind: str, use: str) -> None:
+        super().__init__()
+        self.use, self.part = use, Noisy(kind)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(self.first(x))
+        if self.use == "goes on":
+            return self.last(y).relu()
+        if self.use == "in training":
+            return y.exp() + 1 if self.training else y
+        if self.use == "picks":
+            return y if self.training else x
+        return y
+
+
+@pytest.mark.parametrize("kind", ["draws", "scales"])
+@pytest.mark.parametrize("use", ["returns", "goes on", "in training", "picks"])
+def test_what_a_part_in_another_mode_gives_goes_by_its_mode(kind: str, use: str) -> None:
+    model, x = Nested(kind, use), torch.randn(3, 4)
+    gm = exact(model, x)
+    for training in (False, True):
+        for net in (model, gm):
+            net.train(training).get_submodule("part").train(not training)
+        torch.manual_seed(0)
+        wanted = model(x)
+        torch.manual_seed(0)
+        if use in ("returns", "goes on"):
+            assert torch.equal(gm(x), wanted)
+        else:
+            with pytest.raises(AssertionError, match="the model and part decide together"):
+                gm(x)
+
+
 def test_calls_in_one_mode_are_no_dead_code_and_are_not_held_for_good() -> None:
     class Counter:
         def count(self, x: Tensor) -> Tensor:
