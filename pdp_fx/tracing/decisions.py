@@ -127,6 +127,8 @@ class Decisions:
             value: the tensor in the graph.
         """
         frame = reading_frame()
+        if frame is not None and not syntax_tree(frame.f_code).body and _may_change(found, value):
+            self._insist(f"a {name} in code whose source is not known", value, _read(name, found, value))
         located = None if frame is None else expression_at(frame)
         if frame is None or located is None or not _reads(user_frame(), name):
             return

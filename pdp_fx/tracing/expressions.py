@@ -10,7 +10,7 @@ import linecache
 import os
 import time
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import islice
@@ -66,17 +66,32 @@ class _Text:
             return ast.Module([], [])
 
     @cached_property
-    def codes(self) -> frozenset[CodeType]:
-        """The code objects that Python makes of it."""
+    def codes(self) -> frozenset[Hashable]:
+        """What tells the code objects apart that Python makes of it (`_identity`)."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pending = [compile(self.tree, self.filename, "exec", dont_inherit=True)]
-        found = set[CodeType]()
+        found = set[Hashable]()
         while pending:
             code = pending.pop()
-            found.add(code)
+            found.add(_identity(code))
             pending += [each for each in code.co_consts if isinstance(each, CodeType)]
         return frozenset(found)
+
+
+@lru_cache(maxsize=1024)
+def _identity(code: CodeType) -> Hashable:
+    """What a code object is in its file: where its instructions come from, and their names and constants.
+
+    The floats may be of another class, as those of a model are while it is recorded (`yielding`).
+    """
+    constants = tuple(
+        repr(float(each)) if isinstance(each, float) else (type(each), each)
+        for each in code.co_consts
+        if not isinstance(each, CodeType)
+    )
+    names = code.co_names, code.co_varnames, code.co_freevars
+    return code.co_name, code.co_firstlineno, code.co_code, code.co_linetable, names, constants
 
 
 _TEXTS: dict[str, list[_Text]] = {}
@@ -97,7 +112,7 @@ def syntax_tree(code: CodeType) -> ast.Module:
         texts = _TEXTS[filename] = [_Text(filename, linecache.getlines(filename))]
     if len(texts) == 1 and not _is_new(filename):
         return texts[0].tree
-    return next((text.tree for text in reversed(texts) if code in text.codes), _NO_TREE)
+    return next((text.tree for text in reversed(texts) if _identity(code) in text.codes), _NO_TREE)
 
 
 def reread() -> None:

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         hidden = self.linear(x)
-        return hidden * torch.ones(1, dtype={dtype})
+        return hidden * (0.5 * torch.ones(1, dtype={dtype}))
 """
 
 
@@ -66,6 +66,16 @@ def test_a_file_that_changes_under_a_loaded_module_is_what_it_was(home: Path) ->
     assert dtype_after_a_cast(module) is torch.bfloat16
     home.write_text(f"\n\n{CODE.format(dtype='torch.float32')}")
     assert dtype_after_a_cast(module) is torch.bfloat16
+
+
+def test_code_without_source_is_held_to_the_dtypes_that_it_reads() -> None:
+    names: dict[str, Any] = {}
+    exec(CODE.format(dtype="hidden.dtype"), names)
+    model = names["Net"]()
+    gm, x = trace(model, torch.randn(2, 3)), torch.randn(2, 3)
+    assert torch.equal(gm(x), model(x))
+    with pytest.raises(AssertionError, match="a dtype in code whose source is not known"):
+        gm.bfloat16()(x.bfloat16())
 
 
 class Config:
