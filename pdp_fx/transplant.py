@@ -120,19 +120,29 @@ def _fill(made: nn.Module, small: fx.GraphModule) -> Lengths:
     own = dict(named_modules(made))
     tensors = (*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False))
     before = {name: tensor.shape for name, tensor in tensors}
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    tied = {name: names[id(tensor)] for name, tensor in tensors}
     for path, layer in named_modules(small):
         if is_layer(layer) and not is_shell(layer) and isinstance(own.get(path), type(layer)):
+            _keep_hooks(layer, own[path])
             made.set_submodule(path, layer)
     owners = dict(named_modules(made))
-    parameters = small.named_parameters(remove_duplicate=False)
+    read = dict(
+        (*small.named_parameters(remove_duplicate=False), *small.named_buffers(remove_duplicate=False))
+    )
     lengths: Lengths = {}
-    for name, tensor in (*parameters, *small.named_buffers(remove_duplicate=False)):
+    for name, tensor in read.items():
         path, _, leaf = name.rpartition(".")
         owner = owners.get(path)
         if owner is None or leaf not in {**owner._parameters, **owner._buffers}:
             continue
-        lengths.setdefault(path, set()).update(zip(before[name], tensor.shape, strict=False))
-        setattr(owner, leaf, tensor)
+        # What nobody reads in `forward` may be one with what somebody does.
+        for each in [name, *(other for other in tied[name] if other not in read)]:
+            path, _, leaf = each.rpartition(".")
+            lengths.setdefault(path, set()).update(zip(before[name], tensor.shape, strict=False))
+            setattr(owners[path], leaf, tensor)
     for path, pairs in lengths.items():
         if owners[path] is own[path]:
             _recount(owners[path], pairs)
@@ -150,6 +160,13 @@ def _recount(owner: nn.Module, lengths: set[tuple[int, int]]) -> None:
     now = {before: after for before, after in lengths if times[before] == 1}
     held = vars(owner)
     held |= {name: now[value] for name, value in held.items() if type(value) is int and value in now}
+
+
+def _keep_hooks(layer: nn.Module, own: nn.Module) -> None:
+    """Give a layer the hooks of the one that it replaces, which may be methods of the model around it."""
+    for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        theirs = vars(own)[table]
+        vars(layer)[table].update({key: theirs[key] for key in vars(layer)[table] if key in theirs})
 
 
 Count = tuple[type, str]

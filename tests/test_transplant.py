@@ -312,6 +312,36 @@ def test_a_model_that_differentiates_is_compared() -> None:
     assert size(made) < size(model)
 
 
+class Listens(nn.Module):
+    """Keeps what a layer gives by a method of its own, and has a table that `forward` does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.table = nn.Embedding(9, 8), nn.Embedding(9, 8)
+        self.hidden, self.head = nn.Linear(8, 8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.table.weight = self.shared.weight
+        self.kept = torch.zeros(0)
+        self.hidden.register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, inputs: Any, result: Tensor) -> None:
+        self.kept = result.detach()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden(self.table(ids)).relu())
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), Channels(ratio=0.5)])
+def test_hooks_are_those_of_the_copy_and_what_nobody_reads_stays_tied(rule: Rule) -> None:
+    model, ids = Listens().double(), torch.randint(9, (2, 3))
+    made: Any = pdp_fx.transplant(pruned(model, ids, rule), model)
+    more = torch.randint(9, (5, 4))
+    result = made(more)
+    assert made.kept.shape[:2] == (5, 4)
+    torch.testing.assert_close(made.head(made.kept.relu()), result, rtol=0, atol=0)
+    assert made.shared.weight is made.table.weight is made.head.weight
+    assert made.shared.embedding_dim == made.shared.weight.shape[1]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     prepared = pruned(model, torch.randn(2, 4), Channels(ratio=0.5))
