@@ -9,7 +9,6 @@ tracer are in `pdp_fx.tracing`; this file decides what is tried, and in which or
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -40,9 +39,10 @@ from pdp_fx.tracing.expressions import reread
 from pdp_fx.tracing.findings import Findings, Sizes
 from pdp_fx.tracing.forgetting import in_mode
 from pdp_fx.tracing.generators import own_generators
+from pdp_fx.tracing.hooks import warn_of_hooks
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import with_default_numbers
-from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks, is_layer
+from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks
 from pdp_fx.tracing.left_out import asked_for, not_needed_in_eval
 from pdp_fx.tracing.module import taken_name
 from pdp_fx.tracing.narrowing import Paths, culprits
@@ -52,7 +52,6 @@ from pdp_fx.tracing.remembering import remembering
 from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.resizing import OtherSizes
 from pdp_fx.tracing.same_inputs import goes_by_same_inputs
-from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import line_of, source_of
 from pdp_fx.tracing.steps import InexactError, Whole
 from pdp_fx.tracing.structure import are_equal, arrays, equals_copies, hiding_tensors, opaque_parts, tensors
@@ -112,21 +111,8 @@ def trace(
                 gm = _trace_on(model, example, watch)
             except InexactError as err:
                 raise _written_by_mode(model) or err from err.__cause__
-    _warn_of_hooks(gm, model)
+        warn_of_hooks(gm, model, example)
     return gm
-
-
-def _warn_of_hooks(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Warn of hooks that are not called any more; what they compute is in the graph."""
-    for path, module in model.named_modules():
-        # Hooks before a layer of torch are what computes its weights, so that they are looked into.
-        before = () if is_layer(module) else module._forward_pre_hooks.values()
-        if any((before, module._forward_hooks)) and (module is model or is_shell(gm.get_submodule(path))):
-            warnings.warn(
-                f"the hooks of {path or 'the model'} are not called any more: what they compute is in the "
-                "graph, and what else they do, such as storing results, is not. Register those with a layer",
-                stacklevel=3,
-            )
 
 
 def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> fx.GraphModule:

@@ -17,7 +17,7 @@ from pdp_fx.tracing.functions import is_custom
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.preserve import preserved
+from pdp_fx.tracing.preserve import anything_may_be_written, preserved
 from pdp_fx.tracing.repeats import share_repeats
 from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.settings import HELD, Question, SettingError
@@ -162,10 +162,9 @@ def _check_other_settings(
 
         for training, mode in MODES.items():
             # The graph comes first: it refuses what it does not take before it computes.
-            got = tried(gm, example, training, model, runner=within)
-            if _insists(got, HELD):
-                continue
-            wanted = tried(model, example, training, runner=within)
+            with anything_may_be_written():
+                got = tried(gm, example, training, model, runner=within)
+                wanted = got if _insists(got, HELD) else tried(model, example, training, runner=within)
             if not isinstance(wanted, Outcome):
                 continue
             problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"

@@ -26,13 +26,15 @@ class _Block:
     """What an `unwritten` block keeps: parameters, and what modules hold.
 
     Attributes:
-        watched: the parameters that runs may write to.
+        values: all parameters.
+        watched: those that runs may write to.
         written: those that a run has written to.
         held: what the modules hold.
     """
 
     def __init__(self, values: Values, held: list[Kept]) -> None:
-        self.watched, self.held = values, held
+        self.values = self.watched = values
+        self.held = held
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def put_back(self) -> None:
@@ -93,6 +95,19 @@ def all_is_written() -> None:
     """
     if (kept := _KEPT.get()) is not None:
         kept.watched = tuple(kept.written.values())
+
+
+@contextmanager
+def anything_may_be_written() -> Generator[None, None, None]:
+    """Have all parameters compared after each run inside the block, which may be in another setting."""
+    if (kept := _KEPT.get()) is None:
+        yield
+        return
+    outer, kept.watched = kept.watched, kept.values
+    try:
+        yield
+    finally:
+        kept.watched = outer
 
 
 @contextmanager
@@ -178,7 +193,7 @@ def _put_back(values: Values) -> Values:
     changed = [pair for pair in values if not are_equal(*pair)]
     with torch.no_grad():
         for tensor, value in changed:
-            if tensor.shape == value.shape:
+            if (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
                 tensor.copy_(value)
             else:
                 tensor.data = value.clone()

@@ -247,6 +247,17 @@ def test_gradients_that_runs_fill_are_taken_back() -> None:
     assert torch.equal(kept, torch.ones(4))
 
 
+def test_what_another_setting_writes_to_is_put_back_at_once() -> None:
+    layer = nn.Linear(4, 4)
+    before = layer.weight.detach().clone()
+    with preserve.unwritten(layer):
+        preserve.all_is_written()
+        with preserve.anything_may_be_written(), preserved(layer):
+            layer.weight.data = layer.weight.data.bfloat16()
+        assert layer.weight.dtype is torch.float32
+        torch.testing.assert_close(layer.weight.detach(), before, rtol=0, atol=0)
+
+
 def test_all_is_restored_although_one_thing_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4)]
     model, (broken, mean) = nn.Sequential(*norms), (norm.get_buffer("running_mean") for norm in norms)
