@@ -17,6 +17,7 @@ from itertools import combinations, islice
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from pdp_fx.api import converted
 from pdp_fx.collecting import collecting_new
@@ -32,6 +33,7 @@ from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.leaves import is_layer
 from pdp_fx.tracing.module import in_double
 from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.preserve import unwritten
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.verify import tried
@@ -54,7 +56,7 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
         ``num_heads``, are counted anew where it takes that to be equal. Its outputs equal those of the
         converted model up to rounding on the example inputs, and on others that both take: another batch,
         other sizes, and other numbers. What its other methods do is not compared, nor what it does in
-        training mode.
+        training mode: what training alone uses is as it was trained, and as wide as it was.
 
     Raises:
         StateError: as for `convert`; or ``prepared`` was made without example inputs, or of another model.
@@ -84,10 +86,11 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
     _refuse_another(gm, model)
     small = converted(prepared, None, CONVERT_UNFOLDED)
     made = copied(model).eval()
-    counts = _counts(made, _fill(made, small))
+    counts = _counts(made, _fill(made, small, gm))
     refusals: list[VerifyError] = []
     for chosen in islice(_choices(counts), MOST_CHOICES):
-        with _counted(chosen) as counted:
+        # The two share tensors, to which a call may write.
+        with unwritten(made), _counted(chosen) as counted:
             try:
                 _check(made, small, model, pruner.example_inputs)
             except VerifyError as err:
@@ -115,8 +118,11 @@ Lengths = dict[str, set[tuple[int, int]]]
 """By the path of a module, how long the axes of its parameters and buffers were, and are."""
 
 
-def _fill(made: nn.Module, small: fx.GraphModule) -> Lengths:
-    """Put the layers, parameters and buffers of a converted graph where a model has its own."""
+def _fill(made: nn.Module, small: fx.GraphModule, gm: fx.GraphModule) -> Lengths:
+    """Put the layers, parameters and buffers of a converted graph where a model has its own.
+
+    What the converted graph does not read, as what training alone uses, is as in the prepared graph.
+    """
     own = dict(named_modules(made))
     tensors = (*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False))
     before = {name: tensor.shape for name, tensor in tensors}
@@ -124,10 +130,17 @@ def _fill(made: nn.Module, small: fx.GraphModule) -> Lengths:
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
     tied = {name: names[id(tensor)] for name, tensor in tensors}
+    trained = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in dict(tensors).items():
+            if name in trained and trained[name].shape == tensor.shape:
+                tensor.copy_(trained[name])
     for path, layer in named_modules(small):
         if is_layer(layer) and not is_shell(layer) and isinstance(own.get(path), type(layer)):
-            _keep_hooks(layer, own[path])
-            made.set_submodule(path, layer)
+            if is_parametrized(own[path]) is is_parametrized(layer):
+                _become(own[path], layer)
+            else:
+                made.set_submodule(path, layer)
     owners = dict(named_modules(made))
     read = dict(
         (*small.named_parameters(remove_duplicate=False), *small.named_buffers(remove_duplicate=False))
@@ -144,29 +157,31 @@ def _fill(made: nn.Module, small: fx.GraphModule) -> Lengths:
             lengths.setdefault(path, set()).update(zip(before[name], tensor.shape, strict=False))
             setattr(owners[path], leaf, tensor)
     for path, pairs in lengths.items():
-        if owners[path] is own[path]:
-            _recount(owners[path], pairs)
+        # A layer that `forward` does not call; those that it calls are as they were converted.
+        if is_layer(owners[path]) and path not in dict(named_modules(small)):
+            now, held = _unique(pairs), vars(owners[path])
+            held |= {name: now[value] for name, value in held.items() if type(value) is int and value in now}
     return lengths
 
 
-def _recount(owner: nn.Module, lengths: set[tuple[int, int]]) -> None:
-    """Give a module's numbers of channels as they are now, such as the ``nf`` of a `Conv1D` of transformers.
+def _unique(pairs: set[tuple[int, int]]) -> dict[int, int]:
+    """The lengths that have changed, each with what it is now; one that has become two says nothing."""
+    times = Counter(before for before, _ in pairs)
+    return {before: after for before, after in pairs if times[before] == 1 and before != after}
 
-    Args:
-        owner: a module with parameters or buffers of its own.
-        lengths: how long their axes were, and are. A length that has become two says nothing.
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _become(own: nn.Module, layer: nn.Module) -> None:
+    """Give a layer of the model all that a converted one has, but its own class, and its own hooks.
+
+    It may have further names, and its hooks may be methods of the model around it.
     """
-    times = Counter(before for before, _ in lengths)
-    now = {before: after for before, after in lengths if times[before] == 1}
-    held = vars(owner)
-    held |= {name: now[value] for name, value in held.items() if type(value) is int and value in now}
-
-
-def _keep_hooks(layer: nn.Module, own: nn.Module) -> None:
-    """Give a layer the hooks of the one that it replaces, which may be methods of the model around it."""
-    for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        theirs = vars(own)[table]
-        vars(layer)[table].update({key: theirs[key] for key in vars(layer)[table] if key in theirs})
+    for table in _HOOKS:
+        for key in vars(own)[table].keys() - vars(layer)[table].keys():
+            del vars(own)[table][key]
+    vars(own).update({name: value for name, value in vars(layer).items() if "_hooks" not in name})
 
 
 Count = tuple[type, str]
@@ -174,24 +189,32 @@ Count = tuple[type, str]
 
 
 def _counts(made: nn.Module, lengths: Lengths) -> dict[Count, list[tuple[nn.Module, int]]]:
-    """The numbers that may count the channels or heads of layers inside a module, and what they would be now.
+    """The numbers that may count the channels or heads of a module, and what they would be now.
 
-    Of a module whose layers have all kept the same share of their channels, such as the projections of an
-    attention, it may be any that divides how many there were. The model does not say which; trying does.
+    Of one with parameters of its own, such as the ``nf`` of a `Conv1D` of transformers, it may be any that is
+    the length of one of their axes; a length that has become two says nothing. Of one whose layers have all
+    kept the same share of their channels, such as the projections of an attention, any that divides how many
+    there were. The model does not say which; trying does.
     """
     found: dict[Count, list[tuple[nn.Module, int]]] = {}
     for path, module in named_modules(made):
+        now = _unique(lengths.get(path, set()))
         inside = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
         changed = {pair for each in inside for pair in lengths.get(each, ()) if pair[0] != pair[1]}
         shares = {Fraction(after, before) for before, after in changed}
-        for name, value in vars(module).items() if len(shares) == 1 else ():
-            now = value * next(iter(shares)) if type(value) is int and value > 1 else Fraction(1, 2)
-            if now.denominator == 1 and any(before % value == 0 for before, _ in changed):
-                found.setdefault((type(module), name), []).append((module, int(now)))
+        share = next(iter(shares)) if len(shares) == 1 else Fraction(0)
+        for name, value in vars(module).items():
+            if type(value) is not int or value < 2:
+                continue
+            divides = (value * share).denominator == 1 and any(before % value == 0 for before, _ in changed)
+            if value in now or (share and divides):
+                found.setdefault((type(module), name), []).append(
+                    (module, now.get(value, int(value * share)))
+                )
     return found
 
 
-MOST_CHOICES = 64
+MOST_CHOICES = 256
 """So many ways to count anew are tried."""
 
 

@@ -5,6 +5,7 @@ them in its next call is kept whole; if the model's own forward does so, the mod
 """
 
 import logging
+from collections.abc import Iterable
 from itertools import product
 
 from torch import nn
@@ -59,6 +60,8 @@ def remembering(
 def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: bool, trains: bool) -> bool:
     """Whether a second and a third call of the graph give what those of the model give.
 
+    They are on other batches than the first, and on other sizes, which may be all that changes the state.
+
     Args:
         gm: the graph.
         model: the model.
@@ -66,17 +69,20 @@ def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: 
         training: the mode of these calls.
         trains: the mode of the first.
     """
-    for other in (*example.others(), example):
-        compared = False
-        # What is kept of the smaller call may limit the larger one.
-        for first, later in ((other, example), (example, other))[: 1 if other is example else 2]:
-            differ = _differ(gm, model, later, again(first, trains), training)
-            if differ:
-                return False
-            compared |= differ is not None
-        if compared:
-            return True
-    return False
+
+    def differ(others: Iterable[ExampleCall]) -> bool | None:
+        for other in others:
+            # What is kept of the smaller call may limit the larger one.
+            calls = ((other, example), (example, other))[: 1 if other is example else 2]
+            found = [_differ(gm, model, later, again(first, trains), training) for first, later in calls]
+            if any(each is not None for each in found):
+                return any(found)
+        return None
+
+    sizes = () if example.has_places_elsewhere else sorted(example.sizes())
+    return differ((*example.others(), example)) is False and not any(
+        differ(example.resized(size)) for size in sizes
+    )
 
 
 def _acts_as_recorded(

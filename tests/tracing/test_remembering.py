@@ -360,3 +360,30 @@ def test_what_the_example_multiplies_by_zero_is_seen_on_other_numbers() -> None:
     model.part.calls = 2  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     x = torch.randn(2, 4)
     assert torch.equal(gm.eval()(x), model.eval()(x))
+
+
+class KeepsSizes(nn.Module):
+    """Keeps a size from one call to the next, which other batches do not change.
+
+    Args:
+        which: the first size, or the largest.
+    """
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.layer, self.which, self.kept = nn.Linear(4, 4), which, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.which == "largest":
+            self.kept = max(self.kept, x.shape[1])
+        elif not self.kept:
+            self.kept = x.shape[1]
+        return self.layer(x) * (x.shape[1] / self.kept)
+
+
+@pytest.mark.parametrize("which", ["first", "largest"])
+def test_sizes_that_are_kept_are_seen_by_calls_of_other_sizes(which: str) -> None:
+    with pytest.raises(TraceError, match="keeps kept for its next call"):
+        trace(KeepsSizes(which), torch.randn(2, 6, 4))
+    gm = trace(Around(KeepsSizes(which)), torch.randn(2, 6, 4))
+    assert "keeps kept" in opaque(gm)["inner"]
