@@ -118,23 +118,29 @@ class Decisions:
         self._last: dict[int, _Operand] = {}
         self._assigned: dict[tuple[int, str], _Operand] = {}
 
-    def note(self, name: str, found: Any, value: Value) -> None:
+    def note(self, name: str, found: Any, value: Value) -> bool:
         """Note what the model decides by what it reads now.
 
         Args:
             name: the attribute of a tensor that it reads: ``dtype``, ``device`` or ``type``.
             found: what it finds there.
             value: the tensor in the graph.
+
+        Returns:
+            Whether that is all that becomes of it.
         """
         frame = reading_frame()
         if frame is not None and not syntax_tree(frame.f_code).body and _may_change(found, value):
             self._insist(f"a {name} in code whose source is not known", value, _read(name, found, value))
+            return True
         located = None if frame is None else expression_at(frame)
         if frame is None or located is None or not _reads(user_frame(), name):
-            return
+            return False
+        settled = only_says(frame)
         use = _Use(name, located, _names_in(frame), frame, _read(name, found, value))
         if _may_change(found, value) and not only_says(frame):
             for one in _decisions(_inside(use)):
+                settled = True
                 if not _waits(one):
                     self._insist(_shown(one.parent), value, self._decision(one))
         self._last[self._number(frame)] = use.mine
@@ -142,6 +148,7 @@ class Decisions:
             use = outer
         call = self._number(frame)
         self._assigned |= {(call, variable): use.mine for variable in names_given(use.located)}
+        return settled
 
     def note_result(self, dtype: torch.dtype, tensor: Value, other: Any) -> None:
         """Note that the model asks which dtype the result of a tensor and another, or a number, has."""
@@ -153,9 +160,15 @@ class Decisions:
         for dtype, value in reads:
             self._insist(f"a dtype that was kept, {dtype}", value, _read("dtype", dtype, value))
 
-    def _insist(self, said: str, tensor: Value, decision: _Operand) -> None:
+    def hold_unfollowed(self, reads: Iterable[tuple[str, torch.dtype, Value]]) -> None:
+        """Insist on dtypes of which it is not known what became."""
+        for line, dtype, value in reads:
+            self._insist("a dtype that it reads", value, _read("dtype", dtype, value), line)
+
+    def _insist(self, said: str, tensor: Value, decision: _Operand, line: str = "") -> None:
         """Add a check that a decision is what it is now, or else that autocast is on, if that is the same."""
-        findings, line, value, found = self._recorder.findings, source_line(), decision.value, decision.found
+        findings, value, found = self._recorder.findings, decision.value, decision.found
+        line = line or source_line()
         if decision.is_cast:
             findings.asks |= {Question(setting): line for setting in _CASTING}
         if decision.is_cast and findings.holds.isdisjoint(_CASTING):

@@ -14,6 +14,7 @@ from pdp_fx.tracing.align import kind_of_step
 from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.flags import is_blind
 from pdp_fx.tracing.sizes import Decoy, Place, given_as
 from pdp_fx.tracing.skipping import differences
 from pdp_fx.tracing.source import raised_by_user
@@ -48,7 +49,7 @@ def insist(model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
         if known is None or not (findings.sizes.read or any(is_read(s) or is_given(s) for s in known.steps)):
             continue
         before = findings.recording(False)
-        if training and before is not None and _is_blind(model, before, known) and does_same(before, known):
+        if training and before is not None and is_blind(model, before, known) and does_same(before, known):
             continue
         places = _Again(model, example, training, findings, known).places()
         read = next((place for place in places if place.call == "item"), None)
@@ -61,12 +62,6 @@ def insist(model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
             return True
     findings.insists_enough = True
     return False
-
-
-def _is_blind(model: nn.Module, *recordings: Recording) -> bool:
-    """Whether the code of a model cannot tell its mode, by a flag or by what a `train` of its own sets."""
-    own = any("train" in vars(part) or type(part).train is not nn.Module.train for part in model.modules())
-    return not own and not any(each.flags for each in recordings)
 
 
 def _said(place: Place) -> str:

@@ -26,7 +26,7 @@ from pdp_fx.tracing.expressions import (
     span_of,
 )
 from pdp_fx.tracing.kept_dtypes import gives_kept
-from pdp_fx.tracing.source import Frames, is_ours, is_users, runs_models, user_frame
+from pdp_fx.tracing.source import Frames, is_ours, is_users, runs_models, source_line, user_frame
 from pdp_fx.tracing.steps import Expr, Value, identity
 
 
@@ -60,6 +60,8 @@ class Dtypes:
         self._number = frames.number
         self._reads: deque[_Read] = deque(maxlen=256)
         self._told: set[Hashable] = set()
+        self._given: list[_Read] = []
+        self._open: dict[tuple[int, Hashable], tuple[str, torch.dtype, Value]] = {}
 
     def note(self, dtype: torch.dtype, value: Value, step: int, moves: bool = False) -> None:
         """Note that the model reads the dtype of a tensor.
@@ -75,11 +77,30 @@ class Dtypes:
             located = None if frame is None else expression_at(frame)
             place = None if located is None else span_of(located.node)
             names = frozenset[str]() if located is None else names_given(located)
-            self._reads.append(_Read(self._number(frame), dtype, value, step, place, names, moves))
+            call = self._number(frame)
+            self._reads.append(_Read(call, dtype, value, step, place, names, moves))
+            if frame is not None:
+                self._open[call, identity(value)] = source_line(), dtype, value
+
+    def given(self) -> None:
+        """Note that the call for which dtypes were `followed` last is in the graph."""
+        for read in self._given:
+            self._open.pop((read.call, identity(read.value)), None)
+
+    @property
+    def unfollowed(self) -> list[tuple[str, torch.dtype, Value]]:
+        """The reads of which no call was seen to be given what they gave: the line, the dtype, the tensor."""
+        return list(self._open.values())
+
+    def settle(self, value: Value) -> None:
+        """Note that it is known what the model does with the dtype of a tensor that it has read last."""
+        last = next((key for key in reversed(self._open) if key[1] == identity(value)), None)
+        if last is not None:
+            del self._open[last]
 
     def followed(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> dict[torch.dtype, Expr]:
         """The dtypes among the arguments of the current call that follow a tensor, and how."""
-        wanted = self._wanted(args, kwargs)
+        wanted, self._given = self._wanted(args, kwargs), []
         if not wanted:
             return {}
         frame, named = user_frame(), _naming_frame()
@@ -89,7 +110,9 @@ class Dtypes:
         # What code of torch reads, it gives on at once.
         at_once = named is not None and not is_users(named.f_code.co_filename)
         found = {dtype: self._latest(dtype, by, step, at_once) for dtype in wanted}
-        return {dtype: Expr(getattr, (value, "dtype")) for dtype, value in found.items() if value is not None}
+        followed = {dtype: read for dtype, read in found.items() if read is not None}
+        self._given = list(followed.values())
+        return {dtype: Expr(getattr, (read.value, "dtype")) for dtype, read in followed.items()}
 
     def kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.dtype, Value]]:
         """The reads that the dtypes among the arguments of the current call may be from, if they were kept.
@@ -116,8 +139,8 @@ class Dtypes:
         call = self._number(frame)
         return any(r.moves and (r.call, r.place) == (call, place) for r in self._reads)
 
-    def _latest(self, dtype: torch.dtype, by: list[FrameType], step: int, at_once: bool) -> Value | None:
-        """Whose dtype it is that these frames give; None if it may be that of several tensors.
+    def _latest(self, dtype: torch.dtype, by: list[FrameType], step: int, at_once: bool) -> _Read | None:
+        """The read of the dtype that these frames give; None if it may be that of several tensors.
 
         Args:
             dtype: what is given.
@@ -131,9 +154,9 @@ class Dtypes:
         for read in reads:
             places, names = told.get(read.call, (set[Span](), set[str]()))
             if read.place in places or not read.names.isdisjoint(names):
-                return read.value
+                return read
         several = len({identity(read.value) for read in reads}) > 1
-        return reads[0].value if reads and (at_once or not several) else None
+        return reads[0] if reads and (at_once or not several) else None
 
 
 def _told(frame: FrameType) -> tuple[set[Span], set[str]]:

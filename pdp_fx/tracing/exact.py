@@ -1,5 +1,6 @@
 """Building the graph of two recordings, and checking that it gives exactly what the model gives."""
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from pdp_fx.tracing.attempts import Recordings
 from pdp_fx.tracing.blocks import gather_blocks
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.examples import TRIALS, ExampleCall
-from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, turn
+from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, is_blind, turn
 from pdp_fx.tracing.functions import is_custom
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
@@ -22,7 +23,7 @@ from pdp_fx.tracing.repeats import share_repeats
 from pdp_fx.tracing.selecting import does_more
 from pdp_fx.tracing.settings import HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
-from pdp_fx.tracing.steps import InexactError, Step, UnprovenError, is_given, is_ragged
+from pdp_fx.tracing.steps import InexactError, LostDtypeError, Step, UnprovenError, is_given, is_ragged
 from pdp_fx.tracing.structure import tensors
 from pdp_fx.tracing.verify import Runner, called, emptying, flat, run, seeded, tried
 
@@ -65,6 +66,7 @@ def exact_graph(
         if not problem:
             _check_empty_selections(gm, model, example, recordings)
             # What only more checks mend comes before what takes many runs.
+            _check_casts(gm, model, example, recordings)
             _check_other_settings(gm, model, example, asks)
             _check_mixed_modes(gm, model, example, recordings)
             _check_other_numbers(gm, model, example, recordings)
@@ -142,6 +144,34 @@ def _check_other_given(
                     type(model).__name__,
                     f"with other numbers among the inputs it {problem} in {MODES[training]} mode",
                 )
+
+
+def _check_casts(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings) -> None:
+    """Check that the graph follows the model when both are cast, if it is not known what becomes of a dtype.
+
+    A function may give back the dtype that it reads, or a partial function keep it, and Python passes it on.
+
+    Raises:
+        LostDtypeError: the graph and the model differ, or cannot be copied to cast them.
+    """
+    lines = sorted({line for recording in recordings.by_mode.values() for line in recording.unfollowed})
+    for dtype in CASTS if lines else ():
+        try:
+            mine, theirs = copy.deepcopy(gm).to(dtype), copy.deepcopy(model).to(dtype)
+        except Exception as err:
+            raise LostDtypeError(type(model).__name__, f"it cannot be copied: {err}") from err
+        for training, mode in MODES.items():
+            problem = _problem_with(mine, theirs, example.cast(dtype), training, checked=False)
+            if problem:
+                raise LostDtypeError(
+                    type(model).__name__,
+                    f"once it is cast to {dtype}, it {problem} in {mode} mode; a dtype that {lines[0]} reads "
+                    "gets past the graph",
+                )
+
+
+CASTS = torch.float64, torch.bfloat16
+"""What models are cast to, to see whether a graph follows."""
 
 
 def _check_other_settings(
@@ -344,10 +374,13 @@ def _expected(
     """The outcomes that the graph must give, by the training flag.
 
     In eval mode it is the outcome of a run that was not recorded. If the recorded run gave the same,
-    recording changes nothing, and the outcome of the recorded run in training mode is used; otherwise the
-    model is run once more in training mode; so is one that was recorded with parts in eval mode.
+    recording changes nothing, and the outcome of the recorded run in training mode is used, if the same code
+    runs then; otherwise the model is run once more in training mode; so is one that was recorded with parts
+    in eval mode.
     """
-    in_eval, in_train = (recordings.alignment.in_eval.outcome, recordings.alignment.in_train.outcome)
-    if in_eval is None or in_train is None or recordings.put_in_eval or plain.difference(in_eval):
+    recorded = recordings.by_mode.values()
+    in_eval, in_train = (each.outcome for each in recorded)
+    same_code = is_blind(model, *recorded) and not recordings.put_in_eval
+    if in_eval is None or in_train is None or not same_code or plain.difference(in_eval):
         in_train = reference(model, example, training=True)
     return {False: plain, True: in_train}

@@ -58,6 +58,14 @@ class ExampleCall:
         """The same arguments with tensors of their own."""
         return ExampleCall(fresh_copy(self.args), {key: fresh_copy(arg) for key, arg in self.kwargs.items()})
 
+    def cast(self, dtype: torch.dtype) -> "ExampleCall":
+        """The call with another dtype of the floating-point tensors."""
+
+        def changed(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        return self._mapped(changed)
+
     @property
     def batch(self) -> int:
         """How long the first axis of the first tensor is; 0 if there is none."""

@@ -10,7 +10,7 @@ from pdp_fx.tracing.flags import MixedModesError
 from pdp_fx.tracing.objects import Bound
 from pdp_fx.tracing.settings import Question, Setting, SettingError
 from pdp_fx.tracing.sizes import Casts, Place
-from pdp_fx.tracing.steps import Recording, UnprovenError, Whole, is_given
+from pdp_fx.tracing.steps import LostDtypeError, Recording, UnprovenError, Whole, is_given
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Findings:
         as_if_cast: whether the model is told that autocast is on, and so leaves it where it leaves it at all.
         alike: modules that must be in one mode, each several whose flags the model reads in one place.
         holds: the settings whose answers the graph must find as they were where the model asks.
+        holds_dtypes: whether the graph insists on dtypes of which it is not known what becomes.
         sizes: what the model does with sizes; kept when the model is traced anew.
         lasting: the parts to keep whole, with the reasons, whenever the model is traced anew.
         casts: the globals of code in which `int` and `float` are replaced by functions that return live
@@ -74,6 +75,7 @@ class Findings:
     as_if_cast: bool = False
     alike: frozenset[tuple[str, ...]] = frozenset()
     holds: frozenset[Setting] = frozenset()
+    holds_dtypes: bool = False
     sizes: Sizes = field(default_factory=Sizes)
     lasting: dict[Whole, str] = field(default_factory=dict[Whole, str])
     casts: Casts | None = field(default_factory=dict[tuple[int, str], dict[str, Any]])
@@ -112,6 +114,7 @@ class Findings:
         made.may_follow_returned = self.may_follow_returned
         made.put_in_eval, made.may_put_in_eval = self.put_in_eval, self.may_put_in_eval
         made.holds, made.alike, made.insisted = self.holds, self.alike, self.insisted
+        made.holds_dtypes = self.holds_dtypes
         return made
 
     def once_more(self, **more: Any) -> Findings:
@@ -152,6 +155,8 @@ class Findings:
         if isinstance(err, MixedModesError):
             held = err.together in self.alike
             return None if held else self.once_more(alike=self.alike | {err.together})
+        if isinstance(err, LostDtypeError):
+            return None if self.holds_dtypes else self.once_more(holds_dtypes=True)
         if isinstance(err, SettingError):
             if err.setting is Setting.AUTOCAST and not self.as_if_cast:
                 return replace(self.anew(), as_if_cast=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pdp_fx.tracing.source import is_ours
-from pdp_fx.tracing.steps import InexactError
+from pdp_fx.tracing.steps import InexactError, Recording
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
@@ -36,6 +36,12 @@ class MixedModesError(InexactError):
     def __init__(self, model: str, problem: str, together: tuple[str, ...]) -> None:
         super().__init__(model, problem)
         self.together = together
+
+
+def is_blind(model: nn.Module, *recordings: Recording) -> bool:
+    """Whether the code of a model cannot tell its mode, by a flag or by what a `train` of its own sets."""
+    own = any("train" in vars(part) or type(part).train is not nn.Module.train for part in model.modules())
+    return not own and not any(each.flags for each in recordings)
 
 
 def turn(model: nn.Module, path: str) -> None:

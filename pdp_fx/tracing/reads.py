@@ -198,7 +198,8 @@ def _dtype(recorder: Recorder, tensor: torch.Tensor, moves: bool = False) -> tor
     value = recorder.origins.value(tensor)
     recorder.dtypes.note(dtype, value, len(recorder.steps), moves)
     _hold_kind(recorder, tensor, dtype)
-    recorder.decisions.note("dtype", dtype, value)
+    if recorder.decisions.note("dtype", dtype, value):
+        recorder.dtypes.settle(value)
     return dtype
 
 

@@ -316,16 +316,26 @@ class Recorder:
         if new is not None:
             why = f"adds a buffer {new} in its forward, which a run before tracing would have added"
             raise UnrecordableError(why, Whole(self.scope.path))
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, before in buffers.items():
             after = module._buffers.get(name)
             if after is before:
                 continue
             if before is None or after is None or kind_of_tensor(before) != kind_of_tensor(after):
                 raise UnrecordableError(f"replaces its buffer {name}", Whole(self.scope.path))
-            with self.silent():
+            replaced.append((before, after))
+        with self.silent():
+            # One may have become another, as where two are swapped.
+            values = [
                 self.function(
-                    torch.Tensor.copy_, (before, self.function(torch.Tensor.detach, (after,), {})), {}
+                    torch.Tensor.clone if any(after is each for each, _ in replaced) else torch.Tensor.detach,
+                    (after,),
+                    {},
                 )
+                for _, after in replaced
+            ]
+            for (before, _), value in zip(replaced, values, strict=True):
+                self.function(torch.Tensor.copy_, (before, value), {})
         self.check_drawn()
 
     def check_drawn(self) -> None:
@@ -383,6 +393,9 @@ class Recorder:
         """The recording of the run, which has returned ``result``."""
         self.failures.check()
         self._leave(self.model, self._buffers)
+        unfollowed = self.dtypes.unfollowed
+        if self.findings.holds_dtypes:
+            self.decisions.hold_unfollowed(unfollowed)
         output = self.parts.returned(self.arguments.output(result))
         self.findings.sizes.read |= self.parts.settle(self.steps, output)
         unseen, draws = tuple(self.origins.unseen), tuple(self.draws)
@@ -395,6 +408,7 @@ class Recorder:
             uses_threads=self.uses_threads,
             draws=draws,
             asked=tuple(self._asked),
+            unfollowed=tuple(line for line, _, _ in unfollowed),
         )
 
     @property
@@ -488,6 +502,7 @@ class Recorder:
             self.decisions.note_kept(self.dtypes.kept(args, dict(kwargs)))
         encoded = tuple(self._encode(arg, dtypes) for arg in args)
         named = {key: self._encode(arg, dtypes) for key, arg in kwargs.items()}
+        self.dtypes.given()
         return Step(op, target, encoded, named, self.scope, source_line(), recomputed=self._recomputed)
 
     def _encode(self, arg: Any, dtypes: Mapping[torch.dtype, Expr]) -> Any:

@@ -251,6 +251,7 @@ class Recording:
         emptied: runs that were told of some selections that they are.
         added: the steps that were added when the run was over: checks, ahead of all that it does.
         seconds: how long the run took.
+        unfollowed: the lines that read the dtype of a tensor of which the graph does not tell what became.
     """
 
     steps: tuple[Step, ...]
@@ -265,6 +266,7 @@ class Recording:
     emptied: tuple[Emptied, ...] = ()
     added: tuple[Step, ...] = ()
     seconds: float = 0.0
+    unfollowed: tuple[str, ...] = ()
 
     def between(self, branches: Sequence[Draw | Asked]) -> list[list[Step]]:
         """The steps before the first of these, and those behind each; without checks, which are made once."""
@@ -305,6 +307,10 @@ class UnprovenError(InexactError):
     def __init__(self, model: str, problem: str, source: str) -> None:
         super().__init__(model, problem)
         self.source = source
+
+
+class LostDtypeError(InexactError):
+    """Raised where a dtype that the model reads of a tensor has become a constant of the graph."""
 
 
 class UnrecordableError(Exception):

@@ -672,3 +672,54 @@ def test_calls_in_one_mode_are_no_dead_code_and_are_not_held_for_good() -> None:
     del graph, x, counter
     gc.collect()
     assert kept() is None
+
+
+class Shifts(nn.Module):
+    """Moves buffers on in training, from one name to another.
+
+    Args:
+        how: which.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 4)
+        self.register_buffer("new", torch.ones(4))
+        self.register_buffer("old", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.training and self.how == "swaps":
+            self.old, self.new = self.new, self.old
+        elif self.training:
+            self.old = self.new
+            self.new = x.detach().mean(0)
+        return x + self.old
+
+
+@pytest.mark.parametrize("how", ["swaps", "shifts"])
+def test_buffers_that_become_one_another_do_so_in_the_graph(how: str) -> None:
+    model = Shifts(how)
+    gm = copy.deepcopy(exact(model, torch.randn(3, 4)))
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        assert torch.equal(gm.train()(x), model.train()(x))
+        assert torch.equal(gm.get_buffer("old"), model.get_buffer("old"))
+        assert torch.equal(gm.get_buffer("new"), model.get_buffer("new"))
+
+
+class LooksAtNumbers(nn.Module):
+    """Goes by the class of a number, in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * 2 if self.training and type(x.shape[0]) is int else x
+
+
+def test_what_recording_changes_in_training_alone_is_seen() -> None:
+    with pytest.raises(TraceError, match="in training mode"):
+        trace(LooksAtNumbers(), torch.randn(3, 4))
