@@ -32,11 +32,11 @@ from pdp_fx.tracing.gradients import SET_GRADIENTS, gradient_blocks
 from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of, subclass_of
 from pdp_fx.tracing.processes import noting_processes
-from pdp_fx.tracing.reads import called, check
+from pdp_fx.tracing.reads import called, check, hold_ranks
 from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, replaced
-from pdp_fx.tracing.settings import noting_settings
+from pdp_fx.tracing.settings import is_users_question, noting_settings
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.threads import noting_threads
@@ -203,6 +203,8 @@ def _length(recorder: Recorder) -> Callable[[Any], int]:
 
     def length(thing: Any) -> int:
         """The length of a tensor as a live number; Python's `len` returns a plain one."""
+        if isinstance(thing, torch.Size) and not recorder.inside and is_users_question():
+            hold_ranks(recorder)
         if recorder.inside or not isinstance(thing, torch.Tensor) or not thing.ndim:
             return count(thing)
         return thing.size(0)

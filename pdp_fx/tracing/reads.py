@@ -1,6 +1,7 @@
 """How reads of a tensor's metadata and numbers are recorded: sizes, devices, dtypes, items, truth values."""
 
 import operator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -76,6 +77,26 @@ def _hold_rank(recorder: Recorder, squeezed: torch.Tensor) -> None:
     recorder.findings.sizes.read = True
     rank = recorder.run(torch.Tensor.dim, (squeezed,), {})
     recorder.decided(Expr(operator.eq, (Expr("dim", (recorder.origins.value(squeezed),)), rank)))
+
+
+def _rank(recorder: Recorder, tensor: torch.Tensor) -> int:
+    """How many axes a tensor has."""
+    rank: int = recorder.run(torch.Tensor.dim, (tensor,), {})
+    if is_users_question():
+        hold_ranks(recorder)
+    return rank
+
+
+def hold_ranks(recorder: Recorder) -> None:
+    """Add checks that the inputs have as many axes as they had, by which the model may go."""
+    for step in takewhile(lambda step: step.op == "placeholder", recorder.steps):
+        if step.shape is not None and not step.args:
+            rank = len(step.shape)
+            message = (
+                f"{source_line()} asks how many axes a tensor has, and {step.target} has {rank} in this "
+                "graph; trace with example_inputs of the kind that you need"
+            )
+            recorder.hold(Expr("dim", (step,)), rank, message)
 
 
 def counted(recorder: Recorder, number: Any) -> None:
@@ -336,6 +357,7 @@ def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) ->
 _READS: dict[str, Call] = {
     "shape": _shape,
     "size": _size,
+    **dict.fromkeys(("dim", "ndim", "ndimension"), _rank),
     "numel": _numel,
     "nelement": _numel,
     "stride": _stride,

@@ -525,3 +525,39 @@ class Attributes(dict[str, Any]):
 def test_inputs_that_cannot_be_copied_are_refused(kind: Any) -> None:
     with pytest.raises(TraceError, match=r"the example inputs cannot be copied \((KeyError|TypeError): "):
         trace(Batch(), (kind({"x": rows(2), "parts": [rows(2)]}),))
+
+
+class OneOrMany(nn.Module):
+    """Takes one sequence or a batch of them.
+
+    Args:
+        rank: tells how many axes a tensor has.
+    """
+
+    def __init__(self, rank: Callable[[Tensor], int]) -> None:
+        super().__init__()
+        self.layer, self.rank = nn.Linear(4, 4), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        alone = self.rank(x * 2) == 2
+        x = self.layer(x[None] if alone else x)
+        x = x - x.mean(1, keepdim=True)
+        return x[0] if alone else x
+
+
+RANKS: tuple[Callable[[Tensor], int], ...] = (
+    lambda x: x.dim(),
+    lambda x: x.ndim,
+    lambda x: len(x.shape),
+    lambda x: len(x.size()),
+)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("shape", "other"), [((2, 5, 4), (5, 4)), ((5, 4), (2, 5, 4))])
+def test_numbers_of_axes_are_those_of_the_example_where_the_model_asks(
+    rank: Callable[[Tensor], int], shape: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    gm = exact(OneOrMany(rank), torch.randn(shape))
+    with pytest.raises(AssertionError, match=rf"asks how many axes a tensor has, and x has {len(shape)}"):
+        gm(torch.randn(other))
