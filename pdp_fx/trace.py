@@ -111,7 +111,6 @@ def trace(
                 gm = _trace_on(model, example, watch)
             except InexactError as err:
                 raise _written_by_mode(model) or err from err.__cause__
-        warn_of_hooks(gm, model, example)
     return gm
 
 
@@ -134,6 +133,7 @@ def _trace_on(model: nn.Module, example: ExampleCall, watch: Runner | None) -> f
             outcome = run(gm, example, False, None, model) if scripts else None
         if outcome is not None and not outcome.is_near(reference(model, example, training=False)):
             raise TraceError(f"TorchScript does not compute what the Python of {min(scripts)} does")
+        warn_of_hooks(gm, model, example)
         return gm
 
 

@@ -155,11 +155,15 @@ def _check_casts(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, rec
         LostDtypeError: the graph and the model differ, or cannot be copied to cast them.
     """
     lines = sorted({line for recording in recordings.by_mode.values() for line in recording.unfollowed})
-    for dtype in CASTS if lines else ():
-        try:
-            mine, theirs = copy.deepcopy(gm).to(dtype), copy.deepcopy(model).to(dtype)
-        except Exception as err:
-            raise LostDtypeError(type(model).__name__, f"it cannot be copied: {err}") from err
+    if not lines:
+        return
+    try:
+        # The copies share their weights, as these two do.
+        mine, theirs = copy.deepcopy((gm, model))
+    except Exception as err:
+        raise LostDtypeError(type(model).__name__, f"it cannot be copied: {err}") from err
+    for dtype in CASTS:
+        mine, theirs = mine.to(dtype), theirs.to(dtype)
         for training, mode in MODES.items():
             problem = _problem_with(mine, theirs, example.cast(dtype), training, checked=False)
             if problem:

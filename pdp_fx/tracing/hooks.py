@@ -13,13 +13,13 @@ from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.verify import called
 
 
-def warn_of_hooks(gm: fx.GraphModule, model: nn.Module, example: ExampleCall | None) -> None:
+def warn_of_hooks(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> None:
     """Warn of hooks that are not called any more, and of those that fill what the model empties.
 
     Args:
         gm: the graph of the model.
         model: the model.
-        example: what it was traced on; None if that was without an example.
+        example: what it was traced on.
     """
     for path, module in model.named_modules():
         # Hooks before a layer of torch are what computes its weights, so that they are looked into.
@@ -28,14 +28,14 @@ def warn_of_hooks(gm: fx.GraphModule, model: nn.Module, example: ExampleCall | N
             warnings.warn(
                 f"the hooks of {path or 'the model'} are not called any more: what they compute is in the "
                 "graph, and what else they do, such as storing results, is not. Register those with a layer",
-                stacklevel=4,
+                stacklevel=5,
             )
     hooked = [path for path, layer in gm.named_modules() if not is_shell(layer) and layer._forward_hooks]
-    for name in _filled(gm, model, example) if hooked and example is not None else ():
+    for name in _filled(gm, model, example) if hooked else ():
         warnings.warn(
             f"the hooks of {', '.join(hooked)} fill {name}, which the code of the model empties. The graph "
             "calls these hooks only: empty it after each call, or return what they collect",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
