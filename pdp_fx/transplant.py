@@ -156,10 +156,11 @@ def _fill(made: nn.Module, small: fx.GraphModule, gm: fx.GraphModule) -> Lengths
             path, _, leaf = each.rpartition(".")
             lengths.setdefault(path, set()).update(zip(before[name], tensor.shape, strict=False))
             setattr(owners[path], leaf, tensor)
-    for path, pairs in lengths.items():
+    converted_too = {path for path, _ in named_modules(small)}
+    for path in lengths.keys() - converted_too:
         # A layer that `forward` does not call; those that it calls are as they were converted.
-        if is_layer(owners[path]) and path not in dict(named_modules(small)):
-            now, held = _unique(pairs), vars(owners[path])
+        if is_layer(owners[path]):
+            now, held = _unique(lengths[path]), vars(owners[path])
             held |= {name: now[value] for name, value in held.items() if type(value) is int and value in now}
     return lengths
 
@@ -203,7 +204,7 @@ def _counts(made: nn.Module, lengths: Lengths) -> dict[Count, list[tuple[nn.Modu
         changed = {pair for each in inside for pair in lengths.get(each, ()) if pair[0] != pair[1]}
         shares = {Fraction(after, before) for before, after in changed}
         share = next(iter(shares)) if len(shares) == 1 else Fraction(0)
-        for name, value in vars(module).items():
+        for name, value in () if is_layer(module) else vars(module).items():
             if type(value) is not int or value < 2:
                 continue
             divides = (value * share).denominator == 1 and any(before % value == 0 for before, _ in changed)
