@@ -16,7 +16,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
-from pdp_fx.raw_reads import RawReads
+from pdp_fx.raw_reads import READS_RAW, RawReads
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.leaves import has_hooks
 from pdp_fx.tracing.modes import called_module, called_modules
@@ -248,7 +248,7 @@ def _read_raw(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) 
     return frozenset(names[parameter] for parameter in reads.run(lambda: gm(*args, **kwargs)))
 
 
-_RAW = "a module that is kept whole, or a hook, reads it without calling its layer, out of reach of a mask"
+_RAW = f"{READS_RAW.format('it')}, out of reach of a mask"
 
 
 _VECTOR = "it is a vector, which has no rows of groups along input channels"

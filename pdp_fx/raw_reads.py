@@ -14,6 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from pdp_fx.tracing.functions import SIZES, name_of, only_looks
 
+READS_RAW = "a module that is kept whole, or a hook, reads {} without calling its layer"
+"""What is said of such a weight, by its name."""
+
 
 class RawReads(TorchFunctionMode):
     """Notes the parameters that are passed to functions by other code than that of a layer.

@@ -461,7 +461,7 @@ def _trace_by_recording(
             return _trace_as_compiled(model, example, findings, plain, direct, watch)
         except TraceError as err:
             _log.info("traced as an uncompiled model: %s", err)
-    return exact_graph(model, example, direct, plain, watch, findings.asks)
+    return exact_graph(model, example, direct, plain, watch, findings)
 
 
 def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Recordings:
@@ -502,7 +502,7 @@ def _trace_as_compiled(
         recordings = _recorded(model, example, findings.anew())
         if direct is not None and recordings.opacity(model) >= direct.opacity(model):
             raise TraceError("the model decides by its data even when it is being compiled")
-        return exact_graph(model, example, recordings, compiled, watch, findings.asks)
+        return exact_graph(model, example, recordings, compiled, watch, findings)
 
 
 def _accept(size: list[int]) -> None:

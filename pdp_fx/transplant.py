@@ -88,16 +88,17 @@ def transplant(prepared: nn.Module, model: nn.Module) -> nn.Module:
     made = copied(model).eval()
     counts = _counts(made, _fill(made, small, gm))
     refusals: list[VerifyError] = []
-    for chosen in islice(_choices(counts), MOST_CHOICES):
-        # The two share tensors, to which a call may write.
-        with unwritten(made), _counted(chosen) as counted:
-            try:
-                _check(made, small, model, pruner.example_inputs)
-            except VerifyError as err:
-                refusals.append(err)
-            else:
-                counted.pop_all()
-                return made
+    # The two share tensors, to which a call may write.
+    with unwritten(made):
+        for chosen in islice(_choices(counts), MOST_CHOICES):
+            with _counted(chosen) as counted:
+                try:
+                    _check(made, small, model, pruner.example_inputs)
+                except VerifyError as err:
+                    refusals.append(err)
+                else:
+                    counted.pop_all()
+                    return made
     raise refusals[0]
 
 

@@ -45,6 +45,7 @@ from pdp_fx.channels.streams import streams
 from pdp_fx.channels.varying import note_varying
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
+from pdp_fx.raw_reads import READS_RAW
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.modes import in_eval_form
@@ -68,7 +69,6 @@ RULE_MODULES = (
 RETURNED = "the model returns these channels"
 TOGETHER = "all of these channels go together, and some must stay"
 SINGLE = "no other channel is made and read by the same layers, and one of such must stay"
-READ_RAW = "a module that is kept whole, or a hook, reads {} without calling its layer"
 UNUSED = "the model cuts these rows off and never uses them"
 
 
@@ -150,7 +150,7 @@ def observe(
             flow.record.values[stored(computed[node.name].parameter)] = (given,)
         for name in read_raw:
             if node.target in (name, name.rpartition(".")[0]):
-                flow.freeze_all([gm.get_parameter(name)], READ_RAW.format(name))
+                flow.freeze_all([gm.get_parameter(name)], READS_RAW.format(name))
         if node.op == "output":
             _keep_returned(flow, result)
 

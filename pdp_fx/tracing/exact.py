@@ -13,6 +13,7 @@ from pdp_fx.tracing.attempts import Recordings
 from pdp_fx.tracing.blocks import gather_blocks
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.examples import TRIALS, ExampleCall
+from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, is_blind, turn
 from pdp_fx.tracing.functions import is_custom
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
@@ -42,7 +43,7 @@ def exact_graph(
     recordings: Recordings,
     plain: Outcome,
     watch: Runner | None,
-    asks: Mapping[Question, str],
+    findings: Findings,
 ) -> fx.GraphModule:
     """The graph of two recordings, whose results equal the model's in each mode, bit for bit.
 
@@ -52,7 +53,7 @@ def exact_graph(
         recordings: its recordings in both modes.
         plain: the outcome of the model in eval mode in a run that was not recorded.
         watch: as in `pdp_fx.trace.trace`.
-        asks: as in `Findings`.
+        findings: what is known of the model.
 
     Raises:
         InexactError: the results differ, or the graph fails.
@@ -66,8 +67,8 @@ def exact_graph(
         if not problem:
             _check_empty_selections(gm, model, example, recordings)
             # What only more checks mend comes before what takes many runs.
-            _check_casts(gm, model, example, recordings)
-            _check_other_settings(gm, model, example, asks)
+            _check_casts(gm, model, example, recordings, findings)
+            _check_other_settings(gm, model, example, findings.asks)
             _check_mixed_modes(gm, model, example, recordings)
             _check_other_numbers(gm, model, example, recordings)
             _check_other_draws(gm, model, example, recordings)
@@ -146,13 +147,16 @@ def _check_other_given(
                 )
 
 
-def _check_casts(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings) -> None:
+def _check_casts(
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings, findings: Findings
+) -> None:
     """Check that the graph follows the model when both are cast, if it is not known what becomes of a dtype.
 
     A function may give back the dtype that it reads, or a partial function keep it, and Python passes it on.
 
     Raises:
-        LostDtypeError: the graph and the model differ, or cannot be copied to cast them.
+        LostDtypeError: the graph and the model differ; or they cannot be copied to cast them, and the graph
+            does not insist on these dtypes yet.
     """
     lines = sorted({line for recording in recordings.by_mode.values() for line in recording.unfollowed})
     if not lines:
@@ -161,6 +165,8 @@ def _check_casts(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, rec
         # The copies share their weights, as these two do.
         mine, theirs = copy.deepcopy((gm, model))
     except Exception as err:
+        if findings.holds_dtypes:
+            return
         raise LostDtypeError(type(model).__name__, f"it cannot be copied: {err}") from err
     for dtype in CASTS:
         mine, theirs = mine.to(dtype), theirs.to(dtype)

@@ -107,13 +107,15 @@ def _behind(value: Any) -> Iterator[FunctionType]:
         while value is not None:
             if isinstance(value, FunctionType) and is_users(value.__code__.co_filename):
                 yield value
-            is_plain = type(value) is FunctionType
+            # Looking an attribute up statically takes long, and those of a function are in its dict.
+            is_function = type(value) is FunctionType
             value = (
-                vars(value).get("__wrapped__")
-                if is_plain
-                else inspect.getattr_static(value, "__wrapped__", None)
+                value.__dict__.get(_WRAPPED) if is_function else inspect.getattr_static(value, _WRAPPED, None)
             )
 
+
+_WRAPPED = "__wrapped__"
+"""Where a decorator keeps what it decorates."""
 
 _INERT = frozenset((bool, int, float, str, bytes, type(None), tuple, list, dict, set, frozenset, OrderedDict))
 """Types of most of what modules and their classes hold, which is never called."""

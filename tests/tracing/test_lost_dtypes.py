@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import operator
+import threading
 from collections.abc import Callable, Generator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pdp_fx.trace import trace
 from tests.tracing.checks import exact
 
 
@@ -72,3 +74,20 @@ def test_a_dtype_that_makes_no_difference_is_not_held() -> None:
     gm = copy.deepcopy(exact(model, x)).bfloat16()
     wanted = copy.deepcopy(model).bfloat16()(x.bfloat16())
     torch.testing.assert_close(gm(x.bfloat16()), wanted, rtol=0, atol=0)
+
+
+class Locked(Computes):
+    """Holds what cannot be copied."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(compute)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_is_held_to_the_dtypes_that_it_reads() -> None:
+    locked = Locked(lambda x: (x.double() / 3).to(dtype_of(x)))
+    model, x = nn.Sequential(nn.Linear(4, 4), locked), torch.randn(2, 4)
+    gm = trace(model, x)
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+    with pytest.raises(AssertionError, match="a dtype that it reads"):
+        gm.double()(x.double())
