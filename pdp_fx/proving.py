@@ -6,13 +6,11 @@ The comparison is in the model's dtype first. If rounding may explain a differen
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,16 +24,14 @@ from pdp_fx.measuring import Precision, eval_outputs, relative_difference, round
 from pdp_fx.passes.verify_equivalence import Reference
 from pdp_fx.plain import plain
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.copying import copied
 from pdp_fx.tracing.examples import ExampleCall, Inputs, first_taken
 from pdp_fx.tracing.modes import asks_mode
 from pdp_fx.tracing.module import in_double
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.replacing import ALONE, replaced
 from pdp_fx.tracing.verify import run, tried
 
 logger = logging.getLogger(__name__)
-
-Model = TypeVar("Model", bound=nn.Module)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 """The difference, relative to the output's scale, that is allowed at first."""
@@ -179,41 +175,6 @@ def _rounding_of(gm: fx.GraphModule, twin: fx.GraphModule, dtype: torch.dtype) -
     if dtype != torch.float32:
         return effect
     return max(effect, rounding_effect(gm, inputs, labels=False, roundings=AMPLIFIED))
-
-
-def copied(model: Model) -> Model:
-    """A deep copy, in which results of the last forward that hooks may have stored are detached.
-
-    Raises:
-        StateError: the model cannot be copied.
-    """
-    deepcopy = Tensor.__deepcopy__
-
-    def without_history(tensor: Tensor, memo: Any) -> Any:
-        if tensor.layout not in (torch.strided, torch.sparse_coo):
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        if tensor.is_leaf:
-            return deepcopy(tensor, memo)
-        detached = tensor.detach()
-        # The memo goes by the identity of what was copied, which another may have once this one is gone.
-        memo.setdefault(id(memo), []).append(detached)
-        return deepcopy(detached, memo)
-
-    try:
-        with ALONE, replaced(Tensor, "__deepcopy__", without_history):
-            made = copy.deepcopy(model, _empty_tables(model))
-    except Exception as err:
-        raise StateError(f"the model cannot be copied: {type(err).__name__}: {err}") from err
-    # Every graph module has a class of its own, whose name deepcopy forgets.
-    type(made).__name__ = type(model).__name__
-    return made
-
-
-def _empty_tables(model: nn.Module) -> dict[int, Any]:
-    """A memo for deepcopy with the empty tables of all modules, a dozen each, whose copying takes long."""
-    tables = [value for module in model.modules() for value in vars(module).values()]
-    empty = [table for table in tables if type(table) is OrderedDict and not table]
-    return {id(table): OrderedDict[str, Any]() for table in empty}
 
 
 def _converted(

@@ -27,8 +27,9 @@ from pdp_fx.field_checks import described
 from pdp_fx.measuring import Precision
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes import CONVERT_UNFOLDED
-from pdp_fx.proving import LOOSE, LOOSE_ROUNDINGS, TOLERANCE, copied
+from pdp_fx.proving import LOOSE, LOOSE_ROUNDINGS, TOLERANCE
 from pdp_fx.pruner import CHILD, find, find_one
+from pdp_fx.tracing.copying import copied
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.leaves import is_layer
 from pdp_fx.tracing.module import in_double

@@ -1,8 +1,9 @@
 """The parts of the tracer (`pdp_fx.trace`), in the order in which a model passes through them.
 
 * Given: `examples` is the call that is traced, with others like it; `findings` is what is known of the model.
-  `generators`, `preserve`, `held`, `restoring` and `replacing` keep and put back what runs change;
-  `compiling`, `depth`, `unfused`, `unmoved` and `unscripting` prepare torch and Python for the whole trace.
+  `generators`, `preserve`, `held`, `restoring` and `replacing` keep and put back what runs change, and
+  `copying` copies models; `compiling`, `depth`, `unfused`, `unmoved` and `unscripting` prepare torch and
+  Python for the whole trace.
 * Running: `forgetting` runs a model without keeping activations, `verify` on a call, `interpreting` node by
   node; `half` computes in float16. `outcome` is what a run gives, `structure` takes apart what holds tensors.
 * Recording: `record` is one run. `intercept` listens to the model, and `recorder` turns what it hears into

@@ -1,16 +1,16 @@
 """Building the graph of two recordings, and checking that it gives exactly what the model gives."""
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from pdp_fx.errors import TraceError
+from pdp_fx.errors import StateError, TraceError
 from pdp_fx.tracing.attempts import Recordings
 from pdp_fx.tracing.blocks import gather_blocks
+from pdp_fx.tracing.copying import copied
 from pdp_fx.tracing.emit import without_dead_code, write_graph
 from pdp_fx.tracing.examples import TRIALS, ExampleCall
 from pdp_fx.tracing.findings import Findings
@@ -163,13 +163,15 @@ def _check_casts(
         return
     try:
         # The copies share their weights, as these two do.
-        mine, theirs = copy.deepcopy((gm, model))
-    except Exception as err:
+        pair = copied(nn.ModuleList([gm, model]))
+    except StateError as err:
         if findings.holds_dtypes:
             return
         raise LostDtypeError(type(model).__name__, f"it cannot be copied: {err}") from err
+    mine, theirs = cast(fx.GraphModule, pair[0]), pair[1]
     for dtype in CASTS:
-        mine, theirs = mine.to(dtype), theirs.to(dtype)
+        mine.to(dtype)
+        theirs.to(dtype)
         for training, mode in MODES.items():
             problem = _problem_with(mine, theirs, example.cast(dtype), training, checked=False)
             if problem:
