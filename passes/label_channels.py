@@ -20,7 +20,7 @@ from pdp_fx.spec import PruneSpec
 from pdp_fx.tracing.examples import ExampleCall, Inputs
 from pdp_fx.tracing.generators import random_state
 from pdp_fx.tracing.modes import in_eval_form
-from pdp_fx.tracing.outcome import Outcome, outcome
+from pdp_fx.tracing.outcome import Given, Outcome, outcome
 from pdp_fx.tracing.verify import called
 
 
@@ -46,11 +46,11 @@ class LabelWatch:
         ctx = Context(self._spec, inputs)
         FindSites().run(gm, ctx)
         sites = self.sites = ctx.get(Sites)
-        drawn = random_state()
+        drawn, given = random_state(), Given(inputs)
         with in_eval_form(gm.graph):
             observed = _observed(sites, gm, inputs)
         if random_state() == drawn:
-            self.outcome = outcome(gm, observed.output)
+            self.outcome = outcome(gm, observed.output, given)
         self.record = observed.record
         return observed.output
 

@@ -25,6 +25,7 @@ from pdp_fx.tracing.objects import (
     Held,
     MethodOf,
     join_methods,
+    new_of,
 )
 from pdp_fx.tracing.skipping import kept_unless
 
@@ -117,7 +118,7 @@ def _put_owners(gm: fx.GraphModule) -> dict[str, str]:
 def _make_object(node: fx.Node, build: Build) -> None:
     """Replace a `Build` node by nodes that make the object without its constructor and set its attributes."""
     name = build.kind.__name__
-    made = node.graph.call_function(_named(partial(object.__new__, build.kind), f"new_{name}"))
+    made = node.graph.call_function(_named(partial(new_of(build.kind), build.kind), f"new_{name}"))
     table = node.graph.call_function(vars, (made,))
     given = node.graph.call_method("update", (table, *node.args))
     fixed = operator.methodcaller("update", dict(build.fixed))

@@ -18,13 +18,17 @@ from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.interpreting import Interpreter
+from pdp_fx.tracing.leaving import PUTS
 from pdp_fx.tracing.modes import called_module, function_of
 from pdp_fx.tracing.objects import AsSubclass, DrawNumber, MethodOf
 from pdp_fx.tracing.restoring import blocks_ended
 from pdp_fx.tracing.skipping import kept_unless
 from pdp_fx.tracing.steps import DIFFERS_BY_MODE, DRAWS_OUTSIDE
+from pdp_fx.tracing.structure import tensors as tensors_in
 from pdp_fx.tracing.unfused import unfused_attention, unfused_recurrence
 from pdp_fx.tracing.writer import REPAIRS
+
+LEFT = "the model leaves these channels in what it is given"
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
 
@@ -81,6 +85,8 @@ class _FlowInterpreter(Interpreter):
             return result
         if node.target is kept_unless:
             return self.run_choice(node)
+        if function_of(node) in PUTS:
+            self.keep_left(node)
         if isinstance(function_of(node), AsSubclass):
             return self.run_subclassed(node)
         if is_opaque(self.module, node):
@@ -142,6 +148,12 @@ class _FlowInterpreter(Interpreter):
         # What happens in training only is given nothing here.
         for other in given[1:]:
             torch.eq(given[0], other)
+
+    def keep_left(self, node: fx.Node) -> None:
+        """Freeze what a node leaves in something that the model is given."""
+        (*_, given, _, left), _ = self.fetch_args_kwargs_from_env(node)
+        if not isinstance(given, Tensor):
+            self.flow.freeze_all(list(tensors_in(left)), LEFT)
 
     def run_choice(self, node: fx.Node) -> Any:
         """Run a choice; what eval mode chooses at random, too, has the same channels in both ways."""

@@ -16,7 +16,8 @@
   `time_limit` ends loops that do not end with other numbers.
 * Asking: `settings` and `processes` note what a model asks of its caller, `decisions`, `dtypes` and
   `kept_dtypes` what it decides by dtypes and devices, which they read in the code (`source`, `expressions`);
-  `attribute_reads`, `given` and `shapes` check what the inputs are and hold.
+  `attribute_reads`, `given` and `shapes` check what the inputs are and hold, and `leaving` puts there what a
+  model leaves in them.
 * Attempts: `attempts` records both modes until it succeeds, and keeps whole what a graph cannot express
   (`failures`, `blame`); `skipping`, `selecting` and `masking` join recordings of several ways.
 * Without a run: `symbolic`.

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pdp_fx.tracing.reads import counted
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, replaced, wherever_named
-from pdp_fx.tracing.sizes import Live, Session, live, note_fixed, plain, value_of
+from pdp_fx.tracing.sizes import Live, Session, computed, live, note_fixed, plain, value_of
 from pdp_fx.tracing.steps import Expr, is_data
 
 
@@ -137,7 +137,7 @@ def _alive(function: Callable[..., Any], session: Session) -> Callable[..., Any]
             return function(*args, **kwargs)
         if sequence is not None and len(sequence) == 1:
             return sequence[0]
-        result = function(*(plain(number) for number in numbers))
+        result = computed(function, session, *numbers)
         if isinstance(result, bool) or not isinstance(result, int | float):
             note_fixed(leaves, session)
         return live(result, Expr(function, tuple(value_of(number, session) for number in numbers)), session)

@@ -32,7 +32,7 @@ from pdp_fx.tracing.expressions import (
     says,
     syntax_tree,
 )
-from pdp_fx.tracing.settings import HELD, Question, Setting
+from pdp_fx.tracing.settings import CASTING, HELD, Question
 from pdp_fx.tracing.source import is_users, source_line, user_frame
 from pdp_fx.tracing.steps import Attribute, Constant, Expr, Value, is_input
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 _autocasts = torch.is_autocast_enabled
 """Kept here because torch's name stands for another function while a model is recorded."""
-
-_CASTING = Setting.CAST, Setting.CAST_TO_HALF
 
 _ANSWERS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -170,8 +168,8 @@ class Decisions:
         findings, value, found = self._recorder.findings, decision.value, decision.found
         line = line or source_line()
         if decision.is_cast:
-            findings.asks |= {Question(setting): line for setting in _CASTING}
-        if decision.is_cast and findings.holds.isdisjoint(_CASTING):
+            findings.asks |= {Question(setting): line for setting in CASTING}
+        if decision.is_cast and findings.holds.isdisjoint(CASTING):
             device = Expr(getattr, (Expr(getattr, (tensor, "device")), "type"))
             value = Expr(operator.or_, (Expr(_autocasts, (device,)), Expr(operator.eq, (value, found))))
             found = True

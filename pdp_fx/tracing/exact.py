@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import islice, product
 from typing import Any, cast
 
 import torch
@@ -22,11 +23,11 @@ from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import anything_may_be_written, preserved
 from pdp_fx.tracing.repeats import share_repeats
 from pdp_fx.tracing.selecting import does_more
-from pdp_fx.tracing.settings import HELD, Question, SettingError
+from pdp_fx.tracing.settings import CASTING, HELD, Question, SettingError
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import InexactError, LostDtypeError, Step, UnprovenError, is_given, is_ragged
 from pdp_fx.tracing.structure import tensors
-from pdp_fx.tracing.verify import Runner, called, emptying, flat, run, seeded, tried
+from pdp_fx.tracing.verify import Runner, called, difference, emptying, flat, run, seeded, tried
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ def _check_other_numbers(
         checked = any(step.decides and is_ragged(step.args[0]) for step in recording.steps)
         hides = bool(reading) or recordings.computes_unseen
         for other in example.with_other_numbers(int(training)) if hides else ():
-            problem = _problem_with(gm, model, other, training, checked)
+            # By a decision that depends on the numbers of the example it may not refuse others.
+            problem = difference(gm, model, other, training, lambda _, checked=checked: not checked)
             if problem:
                 raise InexactError(
                     type(model).__name__,
@@ -123,10 +125,9 @@ def _check_other_draws(
     for training, recording in recordings.by_mode.items():
         skips = any(step.skipped for step in recording.steps)
         for seed in range(TRIALS) if skips else ():
-            wanted = run(model, example, training, seeded(seed))
-            difference = wanted.difference(run(gm, example, training, seeded(seed), model))
-            if difference:
-                raise InexactError(type(model).__name__, f"it {difference} in {MODES[training]} mode")
+            problem = difference(gm, model, example, training, lambda _: False, seeded(seed))
+            if problem:
+                raise InexactError(type(model).__name__, f"it {problem} in {MODES[training]} mode")
 
 
 def _check_other_given(
@@ -139,7 +140,7 @@ def _check_other_given(
     """
     for training, recording in recordings.by_mode.items():
         for other in example.with_other_floats() if any(map(is_given, recording.steps)) else ():
-            problem = _problem_with(gm, model, other, training, checked=False)
+            problem = difference(gm, model, other, training)
             if problem:
                 raise InexactError(
                     type(model).__name__,
@@ -173,7 +174,7 @@ def _check_casts(
         mine.to(dtype)
         theirs.to(dtype)
         for training, mode in MODES.items():
-            problem = _problem_with(mine, theirs, example.cast(dtype), training, checked=False)
+            problem = difference(mine, theirs, example.cast(dtype), training)
             if problem:
                 raise LostDtypeError(
                     type(model).__name__,
@@ -195,6 +196,10 @@ def _check_other_settings(
         SettingError: they differ.
     """
     for question, line in asks.items():
+        calls = [example]
+        if question.setting in CASTING:
+            # Numbers of the example may be round ones, which another dtype does not change.
+            calls += islice(example.with_other_numbers(), 1)
 
         def within(one: Any, call: ExampleCall, question: Question = question) -> Any:
             with question.answered(model, call):
@@ -202,14 +207,10 @@ def _check_other_settings(
                 # Whether there are gradients is compared, too.
                 return result, torch.tensor([tensor.requires_grad for tensor in tensors(result)])
 
-        for training, mode in MODES.items():
-            # The graph comes first: it refuses what it does not take before it computes.
+        for call, (training, mode) in product(calls, MODES.items()):
+            refuses = (lambda said: HELD in said) if call is example else (lambda _: True)
             with anything_may_be_written():
-                got = tried(gm, example, training, model, runner=within)
-                wanted = got if _insists(got, HELD) else tried(model, example, training, runner=within)
-            if not isinstance(wanted, Outcome):
-                continue
-            problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"
+                problem = difference(gm, model, call, training, refuses, within)
             if problem:
                 raise SettingError(
                     type(model).__name__,
@@ -217,11 +218,6 @@ def _check_other_settings(
                     question.setting,
                     training,
                 )
-
-
-def _insists(got: Outcome | Exception, on: str) -> bool:
-    """Whether a graph has failed because it insists on something, of which its message says this."""
-    return isinstance(got, Exception) and on in str(got)
 
 
 def _check_mixed_modes(
@@ -240,11 +236,7 @@ def _check_mixed_modes(
                 return called(one, call)
 
             for training, mode in MODES.items():
-                wanted = tried(model, example, training, runner=mixed)
-                got = tried(gm, example, training, model, runner=mixed)
-                if not isinstance(wanted, Outcome) or _insists(got, ONE_MODE):
-                    continue
-                problem = wanted.difference(got) if isinstance(got, Outcome) else f"fails: {got}"
+                problem = difference(gm, model, example, training, lambda said: ONE_MODE in said, mixed)
                 if problem:
                     raise MixedModesError(
                         type(model).__name__,
@@ -291,20 +283,6 @@ def _suspected(reading: Sequence[str]) -> str:
         "What no torch function of this thread has made must depend on data; compute everything in "
         "the thread that calls the model"
     )
-
-
-def _problem_with(
-    gm: fx.GraphModule, model: nn.Module, other: ExampleCall, training: bool, checked: bool
-) -> str:
-    """How the graph differs from the model on a made-up example; empty if either refuses the example.
-
-    The model need not accept it, and the graph may check that it gets what it was traced with, but not
-    (``checked``) by a decision that depends on the numbers of the example.
-    """
-    wanted, got = tried(model, other, training), tried(gm, other, training, model)
-    if checked and isinstance(wanted, Outcome) and isinstance(got, Exception):
-        return f"fails: {got}"
-    return wanted.difference(got) if isinstance(wanted, Outcome) and isinstance(got, Outcome) else ""
 
 
 def reference(model: nn.Module, example: ExampleCall, training: bool) -> Outcome:
@@ -363,9 +341,9 @@ def problem_of(
             got = run(gm, example, training, None, model)
         except Exception as err:  # noqa: BLE001 a graph that fails is a graph that is not exact
             return f"fails in {MODES[training]} mode: {type(err).__name__}: {err}"
-        difference = wanted.difference(got)
-        if difference:
-            return f"{difference} in {MODES[training]} mode"
+        differing = wanted.difference(got)
+        if differing:
+            return f"{differing} in {MODES[training]} mode"
     return ""
 
 

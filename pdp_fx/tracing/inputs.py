@@ -90,6 +90,7 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         default = (example if plain else argument.default,) if optional else ()
         step, value = recorder.placeholder(argument.name, None if left_out else example, default)
         recorder.reads.watch(step, value)
+        recorder.leavings.watch(step, value)
         if is_followed(example) and recorder.follows_given(argument.name):
             value = recorder.given_number(step, example)
             fixed.append((Expr(hasattr, (step, NUMBERS_HAVE)), True))

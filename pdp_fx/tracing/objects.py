@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch.autograd import Function
 
 from pdp_fx.ops.explicit import twin
 from pdp_fx.tracing.shells import is_shell
+
+
+def new_of(kind: Any) -> Callable[[type], Any]:
+    """What makes an empty object of a class: the class's own ``__new__`` if that is no Python code."""
+    return object.__new__ if isinstance(kind.__new__, FunctionType) else kind.__new__
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Build:
         return f"build_{self.kind.__name__}"
 
     def __call__(self, attributes: Mapping[str, Any]) -> Any:
-        made = object.__new__(self.kind)
+        made = new_of(self.kind)(self.kind)
         for name, value in (*attributes.items(), *self.fixed):
             object.__setattr__(made, name, value)
         return made

@@ -24,7 +24,7 @@ from pdp_fx.tracing.steps import (
     is_ragged,
     root,
 )
-from pdp_fx.tracing.structure import BASE_TYPES, OF_TORCH, children, has_tensors, objects, tensors
+from pdp_fx.tracing.structure import BASE_TYPES, OF_TORCH, are_one, children, has_tensors, objects, tensors
 from pdp_fx.tracing.watch import Watch, storage_of
 
 
@@ -256,14 +256,7 @@ def _has_parts(thing: Any, noted: list[Any]) -> bool:
     """Whether these are the parts of a container or object, of which tensors are noted by weak references."""
     parts = _parts(thing)
     were = [ref() if isinstance(ref, TensorWeakRef) else ref for ref in noted]
-    return len(parts) == len(were) and all(map(_are_one, parts, were))
-
-
-def _are_one(part: Any, other: Any) -> bool:
-    if isinstance(part, BASE_TYPES):
-        # A `torch.Size` makes its numbers anew each time.
-        return type(part) is type(other) and bool(part == other)
-    return part is other
+    return len(parts) == len(were) and all(map(are_one, parts, were))
 
 
 def _is_of_function(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 """`Outcome`: the results of one run of a model, to compare with those of another run bit for bit."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ NEAR = 1e-5
 """What returned floats may differ by, relative to them, where tensors may differ by rounding."""
 
 
+Contents = tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]
+"""Copies of the tensors in a structure, and the numbers and texts in it."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What is compared of one run.
@@ -25,6 +30,7 @@ class Outcome:
         numbers: the plain numbers and texts in it.
         buffers: the buffers afterwards, by name.
         generators: the states of all random number generators afterwards.
+        left: what is in the arguments afterwards; nothing if the run has changed none of it.
     """
 
     kind: type
@@ -32,6 +38,7 @@ class Outcome:
     numbers: tuple[Any, ...]
     buffers: Mapping[str, torch.Tensor]
     generators: tuple[Any, ...]
+    left: Contents = ((), ())
 
     def is_near(self, other: "Outcome", tolerance: float | None = None) -> bool:
         """Whether another run's results differ by rounding at most.
@@ -41,12 +48,12 @@ class Outcome:
             tolerance: what a result may differ by, relative to its scale; None for 1000 roundings of tensors,
                 and `NEAR` for numbers.
         """
-        if self.kind is not other.kind or len(self.results) != len(other.results):
+        if self.kind is not other.kind:
             return False
-        if not _same_numbers(self.numbers, other.numbers, NEAR if tolerance is None else tolerance):
-            return False
-        pairs = zip(self.results, other.results, strict=True)
-        return all(_near(mine, theirs, tolerance) for mine, theirs in pairs)
+        share = NEAR if tolerance is None else tolerance
+        near = partial(_near, tolerance=tolerance)
+        given = _are_alike((self.results, self.numbers), (other.results, other.numbers), near, share)
+        return given and _are_alike(self.left, other.left, near, share)
 
     def is_begun_by(self, other: "Outcome", size: int, other_size: int) -> bool:
         """Whether a run on another batch gives the same results for the examples that both begin with.
@@ -80,17 +87,38 @@ class Outcome:
         for name, buffer in self.buffers.items():
             if name not in other.buffers or not _identical(buffer, other.buffers[name]):
                 return f"leaves another value in the buffer {name}"
+        if not _are_alike(self.left, other.left):
+            return "leaves something else in what it is given"
         return "" if self.generators == other.generators else "draws other random numbers"
 
 
-def outcome(model: nn.Module, output: Any) -> Outcome:
-    """The outcome of a run of ``model`` that has just ended and returned ``output``."""
-    results = tuple(tensor.detach().clone() for tensor in tensors(output))
-    leaves = [as_base(leaf) for leaf in plain_leaves(output)]
+class Given:
+    """The arguments of a run that is about to begin, which may change them.
+
+    Args:
+        arguments: all that the model is given.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self._arguments, self._before = arguments, _contents(arguments)
+
+    def left(self) -> Contents:
+        """As in `Outcome`, when the run is over."""
+        after = _contents(self._arguments)
+        return ((), ()) if _are_alike(self._before, after) else after
+
+
+def outcome(model: nn.Module, output: Any, given: Given) -> Outcome:
+    """The outcome of a run of ``model`` on what it was given that has just ended and returned ``output``."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return Outcome(type(output), *_contents(output), buffers, random_state(), given.left())
+
+
+def _contents(structure: Any) -> Contents:
+    leaves = [as_base(leaf) for leaf in plain_leaves(structure)]
     # A live number has a type of its own.
     numbers = tuple(kind(leaf) for leaf in leaves for kind in _kinds(leaf)[:1])
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Outcome(type(output), results, numbers, buffers, random_state())
+    return tuple(tensor.detach().clone() for tensor in tensors(structure)), numbers
 
 
 def _kinds(leaf: Any) -> list[type]:
@@ -109,6 +137,25 @@ def _same_numbers(mine: Sequence[Any], theirs: Sequence[Any], tolerance: float =
 
 def _are_close(one: Any, other: Any, tolerance: float) -> bool:
     return isinstance(one, float) and math.isclose(one, other, rel_tol=tolerance)
+
+
+def _are_alike(
+    mine: Contents,
+    theirs: Contents,
+    alike: Callable[[torch.Tensor, torch.Tensor], bool] | None = None,
+    share: float = 0.0,
+) -> bool:
+    """Whether two structures hold the same.
+
+    Args:
+        mine: what one holds.
+        theirs: what the other holds.
+        alike: which tensors count as the same; None for those that are.
+        share: what floats may differ by, relative to them.
+    """
+    (made, numbers), (other_made, other_numbers) = mine, theirs
+    same = len(made) == len(other_made) and all(map(alike or _identical, made, other_made))
+    return same and _same_numbers(numbers, other_numbers, share)
 
 
 def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float | None = None) -> bool:

@@ -12,7 +12,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.flags import noting_flags
 from pdp_fx.tracing.inputs import bind, held_to_given
 from pdp_fx.tracing.intercept import listening
-from pdp_fx.tracing.outcome import outcome
+from pdp_fx.tracing.outcome import Given, outcome
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.sizes import Decoy
 from pdp_fx.tracing.source import runs_model
@@ -51,10 +51,13 @@ def record(
         call = bind(recorder, model, example)
         place = len(recorder.steps)
         given = example.fresh() if recorder.reads.any else example
+        at_first = Given((call.args, call.kwargs))
         with yielding_floats(model), noting_flags(recorder), listening(recorder), recorder.reads.noting():
             result = model(*call.args, **call.kwargs)
         recording = held_to_given(recorder.finish(result), model, given, place, recorder.reads, findings)
-        return replace(recording, outcome=outcome(model, result), seconds=time.perf_counter() - started)
+        return replace(
+            recording, outcome=outcome(model, result, at_first), seconds=time.perf_counter() - started
+        )
     except Exception as err:
         recorder.failures.check(err)
         raise

@@ -27,6 +27,7 @@ from pdp_fx.tracing.dtypes import Dtypes
 from pdp_fx.tracing.expressions import only_assigns
 from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.leaving import Leavings
 from pdp_fx.tracing.objects import Apply, AsSubclass
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
@@ -103,7 +104,7 @@ class Recorder:
         self.watch = Watch(model)
         self.origins = Origins(model, self.watch, self._alias, self._another)
         self.arguments = Arguments(self.origins, self.session)
-        self.reads = AttributeReads(self)
+        self.reads, self.leavings = AttributeReads(self), Leavings(self)
         self.frames = Frames()
         self.dtypes, self.decisions = Dtypes(self.frames), Decisions(self)
         self.placed: tuple[Value, torch.device] | None = None
@@ -397,6 +398,7 @@ class Recorder:
         if self.findings.holds_dtypes:
             self.decisions.hold_unfollowed(unfollowed)
         output = self.parts.returned(self.arguments.output(result))
+        self.leavings.settle()
         self.findings.sizes.read |= self.parts.settle(self.steps, output)
         unseen, draws = tuple(self.origins.unseen), tuple(self.draws)
         return Recording(

@@ -8,7 +8,6 @@ from torch import fx, nn
 
 from pdp_fx.tracing.exact import MODES
 from pdp_fx.tracing.examples import ExampleCall
-from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.verify import tried
 
 _log = logging.getLogger(__name__)
@@ -31,9 +30,10 @@ class OtherSizes:
     def wrong(self, example: ExampleCall, larger: bool) -> frozenset[int]:
         """The sizes of the example that the graph must insist on, because it is wrong with others.
 
-        Each size is replaced by the first other one that the model accepts: along all axes that have it, and
-        along one or, where they do not go together, such as channels and pixels, along each. A graph that
-        fails there by a check of its own is not wrong. Examples with whole numbers on a GPU are not tried.
+        Each size is replaced by the first other one that the model and the graph accept: along all axes that
+        have it, and along one or, where they do not go together, such as channels and pixels, along each. A
+        graph that fails by a check of its own is not wrong. Examples with whole numbers on a GPU are not
+        tried.
 
         Args:
             example: what the graph was traced on.
@@ -67,28 +67,31 @@ class OtherSizes:
         return any(alone) if each else next((verdict for verdict in alone if verdict is not None), False)
 
     def _first_verdict(self, calls: Iterable[ExampleCall]) -> bool | None:
-        """Whether the graph is wrong on the first of these calls that the model takes; None if it takes none.
+        """Whether the graph is wrong on one of these calls; None if the model takes none of them.
 
-        One that it takes in both modes comes before those that it takes in one.
+        They are tried until there is one that both take in both modes: what a graph refuses says nothing.
         """
-        best: tuple[ExampleCall, dict[bool, Outcome]] | None = None
+        taken = False
         for other in calls:
-            outcomes = {training: tried(self.model, other, training) for training in MODES}
-            wanted = {mode: each for mode, each in outcomes.items() if not isinstance(each, Exception)}
-            if len(wanted) > (0 if best is None else len(best[1])):
-                best = other, wanted
-            if len(wanted) == len(MODES):
+            compared = 0
+            for training in MODES:
+                # Where the model takes other sizes the graph comes first: it refuses before it computes.
+                got = tried(self.gm, other, training, self.model) if taken else None
+                if isinstance(got, Exception):
+                    continue
+                wanted = tried(self.model, other, training)
+                if isinstance(wanted, Exception):
+                    continue
+                taken = True
+                if got is None:
+                    got = tried(self.gm, other, training, self.model)
+                if isinstance(got, Exception):
+                    self.refused.append(str(got))
+                    continue
+                if not wanted.is_near(got):
+                    _log.info("at another size the graph %s", wanted.difference(got))
+                    return True
+                compared += 1
+            if compared == len(MODES):
                 break
-        if best is None:
-            return None
-        return any(self._is_wrong(best[0], training, outcome) for training, outcome in best[1].items())
-
-    def _is_wrong(self, other: ExampleCall, training: bool, wanted: Outcome) -> bool:
-        got = tried(self.gm, other, training, self.model)
-        if isinstance(got, Exception):
-            self.refused.append(str(got))
-            return False
-        if wanted.is_near(got):
-            return False
-        _log.info("at another size the graph %s", wanted.difference(got))
-        return True
+        return False if taken else None

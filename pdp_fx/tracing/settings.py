@@ -51,6 +51,10 @@ class Setting(enum.Enum):
         return "asks whether that is so: ask self.training or an argument instead"
 
 
+CASTING = Setting.CAST, Setting.CAST_TO_HALF
+"""Settings in which results have other dtypes than elsewhere."""
+
+
 class Question(NamedTuple):
     """What a model asks.
 

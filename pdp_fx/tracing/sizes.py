@@ -206,9 +206,19 @@ def _is(number: Any, neutral: int | None) -> bool:
     return type(number) is int and number == neutral
 
 
+def computed(call: Callable[..., Any], session: Session, *numbers: Any) -> Any:
+    """The result of arithmetic; code that catches an error of it goes by these numbers."""
+    try:
+        return call(*map(plain, numbers))
+    except (ArithmeticError, ValueError):
+        if session.open:
+            note_fixed(numbers, session)
+        raise
+
+
 def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def combine(left: Any, right: Any, session: Session) -> Any:
-        number = call(plain(left), plain(right))
+        number = computed(call, session, left, right)
         if not session.open:
             return number
         return live(number, Expr(call, (value_of(left, session), value_of(right, session))), session)
@@ -225,7 +235,7 @@ def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callab
         if modulus:
             if self.session.open:
                 note_fixed((self, other, *modulus), self.session)
-            return pow(plain(self), plain(other), *map(plain, modulus))
+            return computed(pow, self.session, self, other, *modulus)
         if not isinstance(other, int | float):
             return repeated(self, other)
         if type(self) is LiveInt and _is(other, _NEUTRAL_RIGHT.get(call)):
@@ -244,7 +254,7 @@ def _binary(call: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callab
 
 def _unary(call: Callable[..., Any]) -> Callable[..., Any]:
     def apply(self: Any, *args: Any) -> Any:
-        number = call(plain(self), *args)
+        number = computed(call, self.session, self, *args)
         if not self.session.open:
             return number
         return live(number, Expr(call, (value_of(self, self.session), *args)), self.session)

@@ -92,7 +92,7 @@ def is_object(value: object) -> bool:
         return False
     if callable(value) and type(value).__new__ is not object.__new__:
         return False
-    return hasattr(value, "__dict__") or bool(_slots(type(value)))
+    return hasattr(value, "__dict__") or bool(slots(type(value)))
 
 
 def is_opaque(value: object) -> bool:
@@ -123,12 +123,12 @@ def equals_copies(thing: object) -> bool:
 
 def attributes(value: object) -> dict[str, Any]:
     """The attributes that an object holds itself, in its ``__dict__`` and in slots."""
-    names = [name for name in _slots(type(value)) if hasattr(value, name)]
+    names = [name for name in slots(type(value)) if hasattr(value, name)]
     return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
 
 
 @cache
-def _slots(kind: type) -> tuple[str, ...]:
+def slots(kind: type) -> tuple[str, ...]:
     """The names of all slots of a class and those that it is derived from."""
     return tuple(
         name
@@ -170,6 +170,14 @@ def hiding_tensors(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
         yield value
     for _, _, part in children(value):
         yield from hiding_tensors(part, seen)
+
+
+def are_one(part: Any, other: Any) -> bool:
+    """Whether a part of a structure is another one, or the same number, text or the like."""
+    if isinstance(part, BASE_TYPES):
+        # A `torch.Size` makes its numbers anew each time.
+        return type(part) is type(other) and bool(part == other)
+    return part is other
 
 
 def arrays(value: Any) -> Iterator[np.ndarray[Any, Any]]:

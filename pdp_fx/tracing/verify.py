@@ -12,7 +12,7 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.forgetting import forgetting, in_mode
 from pdp_fx.tracing.generators import seed
 from pdp_fx.tracing.interpreting import Interpreter
-from pdp_fx.tracing.outcome import Outcome, outcome
+from pdp_fx.tracing.outcome import Given, Outcome, outcome
 from pdp_fx.tracing.selecting import SELECTS
 from pdp_fx.tracing.structure import tensors
 
@@ -48,6 +48,33 @@ def tried(
         return forgetting(work, model, *others, expected=(Exception,))
     except Exception as err:  # noqa: BLE001 the example is ours, not the user's
         return err
+
+
+def difference(
+    gm: nn.Module,
+    model: nn.Module,
+    example: ExampleCall,
+    training: bool,
+    refuses: Callable[[str], bool] = lambda _: True,
+    runner: Runner | None = None,
+) -> str:
+    """How a graph differs from its model in one run, as a predicate; empty if it does not, or if one refuses.
+
+    Args:
+        gm: the graph. It is run first: it refuses what it does not take before it computes.
+        model: the model, which shares its parameters.
+        example: the call, which the model need not accept.
+        training: the mode.
+        refuses: whether what an error of the graph says is that it does not take this call.
+        runner: as for `run`.
+    """
+    got = tried(gm, example, training, model, runner=runner)
+    if isinstance(got, Exception) and refuses(str(got)):
+        return ""
+    wanted = tried(model, example, training, runner=runner)
+    if isinstance(wanted, Exception):
+        return ""
+    return f"fails: {got}" if isinstance(got, Exception) else wanted.difference(got)
 
 
 def again(first: ExampleCall, trains: bool) -> Runner:
@@ -117,7 +144,8 @@ class _Emptying(Interpreter):
 
 
 def _run(model: nn.Module, call: ExampleCall, training: bool, runner: Runner) -> Outcome:
-    return outcome(model, runner(in_mode(model, training), call))
+    given = Given((call.args, call.kwargs))
+    return outcome(model, runner(in_mode(model, training), call), given)
 
 
 def called(model: nn.Module, call: ExampleCall) -> Any:

@@ -10,7 +10,7 @@ from pdp_fx.compiler import Context
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.passes.label_channels import LabelChannels, LabelWatch
 from pdp_fx.trace import trace
-from pdp_fx.tracing.outcome import outcome
+from pdp_fx.tracing.outcome import Given, outcome
 from tests.nets import assert_unchanged, at_once, listing, net, prepare_until, snapshot
 
 SPEC = at_once(Channels(ratio=0.5))
@@ -59,7 +59,7 @@ def test_the_run_with_labels_returns_what_the_model_returns() -> None:
     watch = LabelWatch(SPEC)
     trace(model, x, watch)
     assert watch.outcome is not None
-    assert not outcome(model, model(x)).difference(watch.outcome)
+    assert not outcome(model, model(x), Given(x)).difference(watch.outcome)
 
 
 class Adapted(nn.Module):

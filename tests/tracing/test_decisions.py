@@ -643,3 +643,28 @@ def test_a_module_that_is_made_and_moved_to_where_a_tensor_is_follows_it() -> No
     model.float()
     gm.float()
     assert torch.equal(under(torch.bfloat16, gm, x), under(torch.bfloat16, model, x))
+
+
+class KeepsItsDtype(nn.Module):
+    """Goes back to a dtype that the default of an argument has kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+
+        def back(y: Tensor, dtype: torch.dtype = x.dtype) -> Tensor:
+            return y.to(dtype)
+
+        return self.head(back(x.double() / 3) * 1.1)
+
+
+def test_under_autocast_a_kept_dtype_is_tried_on_other_numbers_than_zeros() -> None:
+    model = KeepsItsDtype()
+    gm = trace(model, torch.zeros(2, 4))
+    x = torch.randn(2, 4)
+    assert torch.equal(gm(x), model(x))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(AssertionError, match="a dtype that was kept"):
+        gm(x)

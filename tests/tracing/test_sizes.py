@@ -1208,6 +1208,67 @@ def test_the_length_of_a_tensor_stays_alive() -> None:
     assert targets(gm).count("size") == 3
 
 
+FAILING: dict[str, Callable[[int], float]] = {
+    "//": lambda n: 12 // (n - 6),
+    "%": lambda n: n % (n - 6),
+    "/": lambda n: 0.5 / (n - 6),
+    "<<": lambda n: 1 << (n - 8),
+    "sqrt": lambda n: math.sqrt(n - 8),
+    "log": lambda n: math.log(n - 6),
+}
+
+
+class Catches(nn.Module):
+    """Goes on with another factor where arithmetic with a size fails."""
+
+    def __init__(self, compute: Callable[[int], float], checks: bool) -> None:
+        super().__init__()
+        self.net, self._compute, self._checks = nn.Linear(4, 4), compute, checks
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        try:
+            factor = self._compute(length)
+        except (ZeroDivisionError, ValueError):
+            factor = 5
+        x = self.net(x) * factor
+        return x[:, :-1] if self._checks and length > 3 else x
+
+
+@pytest.mark.parametrize("compute", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize("checks", [False, True])
+def test_the_graph_insists_on_sizes_with_which_arithmetic_fails(
+    compute: Callable[[int], float], checks: bool
+) -> None:
+    model = Catches(compute, checks)
+    gm = exact(model, torch.randn(2, 6, 4), torch.randn(3, 6, 4))
+    for length in (3, 7, 9, 12):
+        with pytest.raises(AssertionError, match=r"decides by sizes|holds for inputs of size 6 only"):
+            gm(torch.randn(2, length, 4))
+
+
+class Parses(nn.Module):
+    """Reads a size out of the text of an error, and refuses nothing; a check decides by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            raise ValueError(f"{x.shape[1]}")
+        except ValueError as err:
+            x = self.net(x) * int(str(err))
+        return x[:, :-1] if x.shape[1] > 3 else x
+
+
+def test_a_size_that_the_graph_refuses_does_not_end_the_search_for_wrong_ones() -> None:
+    gm = exact(Parses(), torch.randn(2, 6, 4))
+    for length in (3, 5, 12):
+        with pytest.raises(AssertionError, match="holds for inputs of size 6 only"):
+            gm(torch.randn(2, length, 4))
+
+
 class Packed(nn.Module):
     """Sequences of different lengths through a recurrent layer."""
 
