@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pdp_fx import Channels, PruneSpec, Schedule, convert, prepare, step
+from pdp_fx.trace import trace
 from tests.tracing.checks import exact, under
 
 HALF_KINDS = torch.float16, torch.bfloat16
