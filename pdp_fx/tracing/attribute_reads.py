@@ -96,11 +96,6 @@ class AttributeReads:
         for inner, part in reached(value, example):
             self.watch(inner, part, seen, inside)
 
-    @property
-    def any(self) -> bool:
-        """Whether there are such objects."""
-        return bool(self._places or self._facts)
-
     @contextmanager
     def noting(self) -> Generator[None, None, None]:
         """Note what is read inside the block."""

@@ -50,14 +50,13 @@ def record(
         started = time.perf_counter()
         call = bind(recorder, model, example)
         place = len(recorder.steps)
-        given = example.fresh() if recorder.reads.any else example
-        at_first = Given((call.args, call.kwargs))
+        # The model may take out of its inputs what the checks of these are about.
+        given, at_first = example.fresh(), Given((call.args, call.kwargs))
         with yielding_floats(model), noting_flags(recorder), listening(recorder), recorder.reads.noting():
             result = model(*call.args, **call.kwargs)
         recording = held_to_given(recorder.finish(result), model, given, place, recorder.reads, findings)
-        return replace(
-            recording, outcome=outcome(model, result, at_first), seconds=time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - started
+        return replace(recording, outcome=outcome(model, result, at_first), seconds=seconds)
     except Exception as err:
         recorder.failures.check(err)
         raise

@@ -17,7 +17,7 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.preserve import Changes
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.verify import Runner, again, tried
+from pdp_fx.tracing.verify import again, difference
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ def _act_alike(gm: nn.Module, model: nn.Module, example: ExampleCall, training: 
         for other in others:
             # What is kept of the smaller call may limit the larger one.
             calls = ((other, example), (example, other))[: 1 if other is example else 2]
-            found = [_differ(gm, model, later, again(first, trains), training) for first, later in calls]
+            runs = ((later, again(first, trains)) for first, later in calls)
+            found = [difference(gm, model, later, training, runner=runner) for later, runner in runs]
             if any(each is not None for each in found):
                 return any(found)
         return None
@@ -103,19 +104,8 @@ def _acts_as_recorded(
     except Exception as err:  # noqa: BLE001 the model need not bear to be recorded then
         _log.info("a second call is not recorded: %s", err)
     others = example.with_other_numbers()
-    return not any(_differ(gm, model, other, again(other, training), training) for other in others)
-
-
-def _differ(
-    gm: nn.Module, model: nn.Module, later: ExampleCall, calls: Runner, training: bool
-) -> bool | None:
-    """Whether calls of the graph give something else than those of the model; None if either refuses them."""
-    # The graph comes first: it refuses what it does not take before it computes.
-    got = tried(gm, later, training, model, runner=calls)
-    wanted = got if isinstance(got, Exception) else tried(model, later, training, runner=calls)
-    if isinstance(got, Exception) or isinstance(wanted, Exception):
-        return None
-    return bool(wanted.difference(got))
+    runs = ((other, again(other, training)) for other in others)
+    return not any(difference(gm, model, other, training, runner=runner) for other, runner in runs)
 
 
 def _listed(names: list[str]) -> str:

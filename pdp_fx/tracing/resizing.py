@@ -75,23 +75,34 @@ class OtherSizes:
         for other in calls:
             compared = 0
             for training in MODES:
-                # Where the model takes other sizes the graph comes first: it refuses before it computes.
-                got = tried(self.gm, other, training, self.model) if taken else None
-                if isinstance(got, Exception):
-                    continue
-                wanted = tried(self.model, other, training)
-                if isinstance(wanted, Exception):
-                    continue
-                taken = True
-                if got is None:
-                    got = tried(self.gm, other, training, self.model)
-                if isinstance(got, Exception):
-                    self.refused.append(str(got))
-                    continue
-                if not wanted.is_near(got):
-                    _log.info("at another size the graph %s", wanted.difference(got))
+                taken, wrong = self._verdict(other, training, taken)
+                if wrong:
                     return True
-                compared += 1
+                compared += wrong is not None
             if compared == len(MODES):
                 break
         return False if taken else None
+
+    def _verdict(self, other: ExampleCall, training: bool, taken: bool) -> tuple[bool, bool | None]:
+        """Whether the model takes other sizes, and whether the graph is wrong on a call; None if one refuses.
+
+        Args:
+            other: the call.
+            training: the mode.
+            taken: whether the model is known to take others: then the graph comes first, which refuses before
+                it computes.
+        """
+        got = tried(self.gm, other, training, self.model) if taken else None
+        if isinstance(got, Exception):
+            return True, None
+        wanted = tried(self.model, other, training)
+        if isinstance(wanted, Exception):
+            return taken, None
+        got = tried(self.gm, other, training, self.model) if got is None else got
+        if isinstance(got, Exception):
+            self.refused.append(str(got))
+            return True, None
+        if not wanted.is_near(got):
+            _log.info("at another size the graph %s", wanted.difference(got))
+            return True, True
+        return True, False

@@ -57,8 +57,8 @@ def difference(
     training: bool,
     refuses: Callable[[str], bool] = lambda _: True,
     runner: Runner | None = None,
-) -> str:
-    """How a graph differs from its model in one run, as a predicate; empty if it does not, or if one refuses.
+) -> str | None:
+    """How a graph differs from its model in one run, as a predicate; empty if it does not.
 
     Args:
         gm: the graph. It is run first: it refuses what it does not take before it computes.
@@ -67,13 +67,16 @@ def difference(
         training: the mode.
         refuses: whether what an error of the graph says is that it does not take this call.
         runner: as for `run`.
+
+    Returns:
+        None if one of them refuses the call.
     """
     got = tried(gm, example, training, model, runner=runner)
     if isinstance(got, Exception) and refuses(str(got)):
-        return ""
+        return None
     wanted = tried(model, example, training, runner=runner)
     if isinstance(wanted, Exception):
-        return ""
+        return None
     return f"fails: {got}" if isinstance(got, Exception) else wanted.difference(got)
 
 

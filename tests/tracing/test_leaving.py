@@ -171,6 +171,30 @@ def test_channels_that_are_left_there_stay() -> None:
     assert "the model leaves these channels in what it is given" in str(explain(model))
 
 
+class Hides(nn.Module):
+    """Takes its input out of a dict, and hides how many examples it has from the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        x = given.pop("x")
+        try:
+            raise ValueError(f"{x.shape[0]}")
+        except ValueError as err:
+            return self.net(x) * int(str(err))
+
+
+def test_what_is_taken_out_is_held_to_its_size() -> None:
+    model = Hides()
+    gm = trace(model, ({"x": X},))
+    assert torch.equal(gm({"x": Y}), model({"x": Y}))
+    for size in (1, 2, 4):
+        with pytest.raises(AssertionError, match="holds for a batch of 3 only"):
+            gm({"x": torch.randn(size, 4)})
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
