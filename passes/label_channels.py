@@ -15,6 +15,7 @@ from pdp_fx.channels.elsewhere import heed_other_sizes
 from pdp_fx.channels.record import Record
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import fresh, trial
+from pdp_fx.held_hooks import NONE, Held
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.spec import PruneSpec
 from pdp_fx.tracing.examples import ExampleCall, Inputs
@@ -71,26 +72,29 @@ class LabelChannels(Pass):
 
 
 def _observed(
-    sites: Sites, gm: fx.GraphModule, inputs: Inputs, inner: frozenset[str] = frozenset()
+    sites: Sites, gm: fx.GraphModule, inputs: Inputs, inner: frozenset[str] = frozenset(), held: Held = NONE
 ) -> Observed:
     """`observe`, with what is known of the weights."""
     by_element, read_raw = sites.element_by_element, sites.read_raw
-    return observe(gm, inputs, sites.out_of_reach, {}, sites.stand_ins, inner, by_element, read_raw)
+    return observe(gm, inputs, sites.out_of_reach, {}, sites.stand_ins, inner, by_element, read_raw, held)
 
 
 def _channels(gm: fx.GraphModule, ctx: Context, inputs: Inputs) -> ChannelMap:
     sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
 
+    held = ctx.find(Held) or NONE
+
     def observed(call: Inputs, inner: frozenset[str] = frozenset()) -> Record:
         with trial(gm):
-            return _observed(sites, gm, fresh(call), inner).record
+            return _observed(sites, gm, fresh(call), inner, held).record
 
     def taken(call: ExampleCall) -> None:
         with trial(gm):
             called(gm, call.fresh())
 
     watch = ctx.find(LabelWatch)
-    first = observed(inputs) if watch is None or watch.record is None else watch.record
+    known = watch.record if watch is not None and not held.layers else None
+    first = observed(inputs) if known is None else known
     record = choose(first, lambda each: structure(each, gm, inputs, through_norms), partial(observed, inputs))
     # Whether a stream stays because of its norms does not depend on sizes; the example decides.
     heed_other_sizes(

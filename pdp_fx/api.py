@@ -20,6 +20,7 @@ from pdp_fx.example_inputs import normalised
 from pdp_fx.field_checks import described, refuse_uncallable
 from pdp_fx.fingerprint import fingerprint, tables
 from pdp_fx.granularity import NM, Channels, Unstructured, rule_text
+from pdp_fx.held_hooks import NONE, Held, at_its_end, layers_to_hold
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.finite import all_finite
@@ -34,10 +35,11 @@ from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
 from pdp_fx.sharding import refuse_divided, refuse_sharded, reshard
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
-from pdp_fx.tracing.examples import ExampleCall, ExampleInputs
+from pdp_fx.tracing.copying import copied
+from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, Inputs
 from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.objects import join_methods
-from pdp_fx.tracing.preserve import unwritten
+from pdp_fx.tracing.preserve import preserved, unwritten
 from pdp_fx.wrapping import refuse_more_than_wrapped, refuse_wrapped
 
 logger = logging.getLogger(__name__)
@@ -81,26 +83,19 @@ def prepare(
     _refuse_unfit(model, spec)
     inputs = normalised(example_inputs)
     watch = LabelWatch(spec)
-    with unwritten(model), own_generators(model):
+    with unwritten(model), own_generators(model), preserved(model):
         gm = trace(model, example_inputs, watch)
         if hasattr(gm, CHILD):
             raise StateError(
                 f"the model has an attribute '{CHILD}', which is the name that prepare needs; rename it"
             )
         _unshare_modules(gm, model)
-        pruner = Pruner(spec, inputs)
-        gm.add_submodule(CHILD, pruner)
         ctx = Context(spec, inputs, dict(named_modules(model)))
-        ctx.put(pruner)
+        ctx.put(_layers_to_hold(gm, model, spec, inputs))
         ctx.put(watch)
         if watch.record is not None and watch.sites is not None:
             ctx.put(watch.sites)
-        PREPARE.run(gm, ctx, on_pass)
-        # Passes have put other layers in the place of some.
-        join_methods(gm)
-        _keep_findings(gm, pruner, ctx)
-        pruner.set_seal()
-        pruner.to(_device(model))
+        pruner = _masked(gm, ctx, on_pass)
         pruner.train(model.training)
         if inputs is not None and not pruner.has_other_policies:
             check_unpruned(gm, model, watch.outcome, ExampleCall(*inputs))
@@ -108,6 +103,36 @@ def prepare(
     pruner.update_masks(gm)
     pruner.check_policies(gm)
     return gm
+
+
+def _masked(gm: fx.GraphModule, ctx: Context, on_pass: OnPass | None) -> Pruner:
+    """Insert the masks into a traced graph; return the state of its pruning, which it holds."""
+    pruner = Pruner(ctx.spec, ctx.example_inputs)
+    gm.add_submodule(CHILD, pruner)
+    ctx.put(pruner)
+    PREPARE.run(gm, ctx, on_pass)
+    # Passes have put other layers in the place of some.
+    join_methods(gm)
+    _keep_findings(gm, pruner, ctx)
+    pruner.set_seal()
+    pruner.to(_device(gm))
+    return pruner
+
+
+def _layers_to_hold(gm: fx.GraphModule, model: nn.Module, spec: PruneSpec, inputs: Inputs | None) -> Held:
+    """`layers_to_hold`, if there are inputs to try it on."""
+
+    def goes(held: Held) -> None:
+        tried = copied(gm, shares=True)
+        ctx = Context(at_its_end(spec), inputs, dict(named_modules(model)))
+        ctx.put(held)
+        with preserved(gm):
+            pruner = _masked(tried, ctx, None)
+            pruner.update_masks(tried)
+            pruner.step(tried)
+            proved(tried, None, CONVERT)
+
+    return NONE if inputs is None else layers_to_hold(gm, spec, goes)
 
 
 def step(model: nn.Module) -> None:

@@ -43,6 +43,7 @@ from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.channels.running import run
 from pdp_fx.channels.streams import streams
 from pdp_fx.channels.varying import note_varying
+from pdp_fx.held_hooks import NONE, Held
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.raw_reads import READS_RAW
@@ -69,6 +70,8 @@ RULE_MODULES = (
 RETURNED = "the model returns these channels"
 TOGETHER = "all of these channels go together, and some must stay"
 SINGLE = "no other channel is made and read by the same layers, and one of such must stay"
+HOOKED = "a hook of this layer fails, or computes something else, once channels are gone"
+WITHOUT = "write the hook without the number of channels and their places"
 UNUSED = "the model cuts these rows off and never uses them"
 
 
@@ -119,6 +122,7 @@ def observe(
     inner: frozenset[str] = frozenset(),
     element_by_element: Collection[str] = (),
     read_raw: Collection[str] = (),
+    held: Held = NONE,
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
 
@@ -132,6 +136,7 @@ def observe(
         inner: the nodes at which channels inside others are followed (`choices`).
         element_by_element: parameters that the model writes to so that masks do not matter.
         read_raw: parameters that are read by code which is not in the graph, and may hold them itself.
+        held: layers whose channels stay for the sake of their hooks.
     """
     flow = LabelFlow(gm, out_of_reach, element_by_element, rule_of, inner)
     flow.grouped_before = grouped
@@ -151,6 +156,9 @@ def observe(
         for name in read_raw:
             if node.target in (name, name.rpartition(".")[0]):
                 flow.freeze_all([gm.get_parameter(name)], READS_RAW.format(name))
+        if node.target in held.layers:
+            weights = gm.get_submodule(str(node.target)).parameters(recurse=False) if held.inputs else ()
+            flow.freeze_all([*tensors(result), *weights], HOOKED, WITHOUT)
         if node.op == "output":
             _keep_returned(flow, result)
 

@@ -13,8 +13,12 @@ from pdp_fx.tracing.replacing import ALONE, replaced
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def copied(model: Model) -> Model:
+def copied(model: Model, shares: bool = False) -> Model:
     """A deep copy, in which results of the last forward that hooks may have stored are detached.
+
+    Args:
+        model: the model.
+        shares: whether the copy has the parameters and buffers of the model itself.
 
     Raises:
         StateError: the model cannot be copied.
@@ -31,9 +35,12 @@ def copied(model: Model) -> Model:
         memo.setdefault(id(memo), []).append(detached)
         return deepcopy(detached, memo)
 
+    memo = _empty_tables(model)
+    if shares:
+        memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     try:
         with ALONE, replaced(Tensor, "__deepcopy__", without_history):
-            made = copy.deepcopy(model, _empty_tables(model))
+            made = copy.deepcopy(model, memo)
     except Exception as err:
         raise StateError(f"the model cannot be copied: {type(err).__name__}: {err}") from err
     # Every graph module has a class of its own, whose name deepcopy forgets.
