@@ -225,7 +225,10 @@ def _is_given_no_number(node: fx.Node, flow: LabelFlow) -> bool:
         return False
     given = tree_leaves((node.args, node.kwargs))
     return not any(
-        leaf.name in flow.record.numbers if isinstance(leaf, fx.Node) else type(leaf) in (int, slice)
+        # What a mode or a flag says is no number.
+        not isinstance(flow.record.numbers.get(leaf.name, False), bool)
+        if isinstance(leaf, fx.Node)
+        else type(leaf) in (int, slice)
         for leaf in given
     )
 

@@ -40,6 +40,15 @@ class ForcesInAnyMode(Energy):
         return slope
 
 
+class ForcesOfSets(Energy):
+    """Forces on several positions each; whether they can be differentiated is a number, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=self.training)
+        return slope
+
+
 class ReadsForces(nn.Module):
     """Forces of what a layer makes are read by the next."""
 
@@ -102,6 +111,7 @@ class HoldsForces(nn.Module):
 GRADIENTS: tuple[Construct, ...] = (
     Construct(Forces, vectors(), removed=4),
     Construct(ForcesInAnyMode, vectors(), removed=4),
+    Construct(ForcesOfSets, lambda batch: (torch.randn(batch, 5, WIDTH, dtype=torch.float64),), removed=4),
     Construct(ReadsForces, vectors(), removed=4),
     Construct(PenalisesSlopes, vectors(), removed=4),
     Construct(ForcesOfManyActivations, vectors(), removed=4),
