@@ -42,6 +42,7 @@ from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.hooks import warn_of_hooks
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import with_default_numbers
+from pdp_fx.tracing.key_order import goes_by_order
 from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks
 from pdp_fx.tracing.left_out import asked_for, not_needed_in_eval
 from pdp_fx.tracing.module import taken_name
@@ -174,9 +175,14 @@ def _trace_until_nothing_lasts(
             continue
         missed = asked_for(gm, model, example, findings) - findings.asked_for
         alike = not findings.apart and goes_by_same_inputs(gm, model, example)
-        if not alike and not missed:
+        ordered = not findings.ordered and goes_by_order(gm, model, example)
+        if not alike and not ordered and not missed:
             return gm
-        findings = findings.once_more(apart=findings.apart or alike, asked_for=findings.asked_for | missed)
+        findings = findings.once_more(
+            apart=findings.apart or alike,
+            ordered=findings.ordered or ordered,
+            asked_for=findings.asked_for | missed,
+        )
 
 
 def _failing(model: nn.Module, lasting: Mapping[Whole, str], err: Exception) -> dict[Whole, str]:

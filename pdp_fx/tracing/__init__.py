@@ -25,7 +25,7 @@
   which `erasing` and `repeats` take what nobody needs. `module` holds it with `shells` and generates its code
   (`blocks`); `serial` saves it.
 * Checking: `exact` compares the graph with the model, in other settings too. `resizing`, `waiving`,
-  `remembering`, `same_inputs` and `left_out` try other sizes, second calls and other inputs; `unseen` and
-  `returned` see to code that is not looked into, and `hooks` warns of what a graph does not do.
+  `remembering`, `same_inputs`, `key_order` and `left_out` try other sizes, second calls and other inputs;
+  `unseen` and `returned` see to code that is not looked into, and `hooks` warns of what a graph does not do.
   `narrowing` finds what is to blame.
 """

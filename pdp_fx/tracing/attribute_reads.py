@@ -220,7 +220,7 @@ class AttributeReads:
         if unknown is not None:
             why = f"reads a {type(unknown).__name__} of an input, and a graph knows no other"
             self._recorder.refuse(why)
-        return plain_parts(value, part, frozenset(self._places))
+        return plain_parts(value, part, self._recorder.findings.ordered, frozenset(self._places))
 
 
 def _in_containers(value: Value, found: Any) -> Tensors:

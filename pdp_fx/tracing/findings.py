@@ -62,6 +62,7 @@ class Findings:
         insisted: where the model reads numbers of which Python makes plain ones unseen.
         insists_enough: whether those have been looked for, and found.
         apart: whether inputs of one kind must be tensors of their own.
+        ordered: whether the keys of dicts among the inputs must be in the order of the example.
         asked_for: the modes, and the places among the tensors given, of those tensors that a mode does not
             use and does something else without.
         left_out: the arguments without which eval mode does the same; they are None in its recording.
@@ -92,6 +93,7 @@ class Findings:
     insisted: frozenset[Place] = frozenset()
     insists_enough: bool = False
     apart: bool = False
+    ordered: bool = False
     asked_for: frozenset[tuple[bool, int]] = frozenset()
     left_out: frozenset[str] = frozenset()
     unproven: frozenset[str] = frozenset()
@@ -109,7 +111,8 @@ class Findings:
         made = Findings(sizes=sizes, lasting=self.lasting)
         made.follows_draws, made.checks_ragged = self.follows_draws, self.checks_ragged
         made.unproven, made.as_if_cast = self.unproven, self.as_if_cast
-        made.apart, made.asked_for, made.left_out = self.apart, self.asked_for, self.left_out
+        made.apart, made.ordered = self.apart, self.ordered
+        made.asked_for, made.left_out = self.asked_for, self.left_out
         made.follows_given, made.follows_returned = self.follows_given, self.follows_returned
         made.may_follow_returned = self.may_follow_returned
         made.put_in_eval, made.may_put_in_eval = self.put_in_eval, self.may_put_in_eval
@@ -126,6 +129,7 @@ class Findings:
         return Findings(
             lasting={**self.lasting, **more},
             apart=self.apart,
+            ordered=self.ordered,
             asked_for=self.asked_for,
             follows_returned=self.follows_returned,
             may_follow_returned=self.may_follow_returned,

@@ -68,12 +68,15 @@ def place_of(value: Any) -> Hashable:
     return value if isinstance(value, Step) else None
 
 
-def tensors_given(step: Step, example: Any, uses: Uses) -> Facts:
+def tensors_given(step: Step, example: Any, uses: Uses, ordered: bool) -> Facts:
     """The facts to check of an input with tensors that the graph uses."""
     if place_of(step) not in uses.used or not has_tensors(example):
         return []
     optional = bool(step.args)
-    return [*_present(step, example, uses, optional), *(plain_parts(step, example) if optional else [])]
+    return [
+        *_present(step, example, uses, optional),
+        *(plain_parts(step, example, ordered) if optional else []),
+    ]
 
 
 def _present(value: Value, example: Any, uses: Uses, optional: bool) -> Facts:
@@ -95,7 +98,7 @@ def check_inputs(facts: Facts, scope: Scope) -> Step:
     return check_step(facts, message, scope, "")
 
 
-def plain_parts(value: Value, example: Any, around: frozenset[int] = frozenset()) -> Facts:
+def plain_parts(value: Value, example: Any, ordered: bool, around: frozenset[int] = frozenset()) -> Facts:
     """The facts to check of everything in a structure but tensors: plain values, lengths, keys, and classes.
 
     The model may read these without a torch function, so that the recorder does not see it. Of what objects
@@ -104,6 +107,7 @@ def plain_parts(value: Value, example: Any, around: frozenset[int] = frozenset()
     Args:
         value: how to reach the structure.
         example: the structure.
+        ordered: whether the model goes by the order of keys.
         around: the ids of the objects that hold it.
     """
     example = as_base(example)
@@ -116,13 +120,14 @@ def plain_parts(value: Value, example: Any, around: frozenset[int] = frozenset()
         parts = [(Expr(getattr, (value, name)), part) for name, part in attributes(example).items()]
     around |= {id(example)}
     new = [(inner, part) for inner, part in parts if id(part) not in around]
-    facts = [fact for inner, part in new for fact in plain_parts(inner, part, around)]
+    facts = [fact for inner, part in new for fact in plain_parts(inner, part, ordered, around)]
     if is_object(example) and not isinstance(example, list | tuple | Mapping):
         facts = [(Expr(type, (value,)), Expr(Held(type(example)), ())), *facts]
     if isinstance(example, list | tuple | Mapping):
         facts = [length_of(value, example), *facts]
     if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
-        facts = [(Expr(sorted, (value,)), sorted(example)), *facts[1:]]
+        keys = list if ordered else sorted
+        facts = [(Expr(keys, (value,)), keys(example)), *facts[1:]]
     return facts
 
 
@@ -198,4 +203,4 @@ def _shown(value: Value) -> str:
     return str(value.target) if isinstance(value, Step) else "?"
 
 
-_SHOWN: dict[Any, str] = {operator.length_hint: "len", sorted: "sorted", type: "type"}
+_SHOWN: dict[Any, str] = {operator.length_hint: "len", list: "list", sorted: "sorted", type: "type"}

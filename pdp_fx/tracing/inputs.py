@@ -97,7 +97,9 @@ def bind(recorder: Recorder, model: nn.Module, call: ExampleCall) -> ExampleCall
         elif plain:
             fixed.append((step, value))
         elif not left_out:
-            fixed += [] if optional and has_tensors(value) else plain_parts(step, value)
+            fixed += (
+                [] if optional and has_tensors(value) else plain_parts(step, value, recorder.findings.ordered)
+            )
         if argument.given and argument.keyword:
             kwargs[argument.name] = value
         elif argument.given:
@@ -173,7 +175,11 @@ def held_to_given(
     inputs = [step for step in _inputs(recording) if step.target not in left_out]
     given = {argument.name: argument.value for argument in _arguments(model, call)}
     uses = Uses(recording)
-    facts = [fact for step in inputs for fact in tensors_given(step, given[str(step.target)], uses)]
+    facts = [
+        fact
+        for step in inputs
+        for fact in tensors_given(step, given[str(step.target)], uses, findings.ordered)
+    ]
     tensors = [found for step in inputs for found in tensors_in(step, given[str(step.target)])]
     facts += [
         (Expr(torch.is_tensor, (value,)), True)

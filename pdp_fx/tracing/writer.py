@@ -259,7 +259,7 @@ def nodes_in(args: Any) -> list[fx.Node]:
 def _asked_of_containers(condition: Any) -> list[fx.Node]:
     """The nodes of a condition that ask for the length or keys of a container, or an object's class."""
     asked = condition.all_input_nodes if isinstance(condition, fx.Node) else []
-    return [node for node in asked if node.target in (operator.length_hint, sorted, type)]
+    return [node for node in asked if node.target in (operator.length_hint, list, sorted, type)]
 
 
 def _hashable(arg: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Models that go by the order of keys of a dict: their graphs insist on it, and no others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pdp_fx
+from pdp_fx import Channels, PruneSpec, Schedule
+from pdp_fx.trace import trace
+
+
+class Walks(nn.Module):
+    """Computes with the values of a dict, in some way."""
+
+    def __init__(self, way: Callable[[Any, dict[str, Tensor]], Any], width: int) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(width, 8), nn.Linear(8, 2)
+        self.way = way
+
+    def layers(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.hidden(x)))
+
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        return self.way(self, given)
+
+
+def joins(model: Walks, given: dict[str, Tensor]) -> Tensor:
+    return model.layers(torch.cat(list(given.values()), -1))
+
+
+def takes_first(model: Walks, given: dict[str, Tensor]) -> Tensor:
+    return model.layers(next(iter(given.values())))
+
+
+def takes_first_in_training(model: Walks, given: dict[str, Tensor]) -> Tensor:
+    return model.layers(next(iter(given.values())) if model.training else given["a"])
+
+
+def adds_up(model: Walks, given: dict[str, Tensor]) -> Tensor:
+    total = torch.zeros(())
+    for value in given.values():
+        total = total + model.layers(value)
+    return total
+
+
+def returns_all(model: Walks, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: model.layers(value) for key, value in given.items()}
+
+
+def by_name(model: Walks, given: dict[str, Tensor]) -> Tensor:
+    return model.layers(torch.cat([given["a"], given["b"]], -1))
+
+
+def dicts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    return {"a": a, "b": b}, {"b": b, "a": a}
+
+
+@pytest.mark.parametrize(("way", "width"), [(joins, 6), (takes_first, 3), (takes_first_in_training, 3)])
+def test_a_model_that_goes_by_the_order_is_held_to_it(way: Any, width: int) -> None:
+    example, turned = dicts()
+    model = Walks(way, width)
+    gm = trace(model, (example,))
+    torch.testing.assert_close(gm(example), model(example), rtol=0, atol=0)
+    with pytest.raises(AssertionError, match=r"traced with list\(given\)=\['a', 'b'\]"):
+        gm(turned)
+
+
+@pytest.mark.parametrize(("way", "width"), [(adds_up, 3), (returns_all, 3), (by_name, 6)])
+def test_any_other_model_takes_every_order(way: Any, width: int) -> None:
+    example, turned = dicts()
+    model = Walks(way, width)
+    gm = trace(model, (example,))
+    torch.testing.assert_close(gm(turned), model(turned))
+
+
+def test_a_converted_model_insists_on_the_order_too() -> None:
+    example, turned = dicts()
+    spec = PruneSpec(Channels(0.5), schedule=Schedule(start=0, epsilon=1.0))
+    masked = pdp_fx.prepare(Walks(joins, 6), spec, (example,))
+    pdp_fx.step(masked)
+    converted = pdp_fx.convert(masked)
+    torch.testing.assert_close(converted(example), masked.eval()(example))
+    with pytest.raises(AssertionError, match="traced with list"):
+        converted(turned)
