@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -177,14 +178,14 @@ def _sort_groups(
     found: ChannelMap, rules: dict[str, Rule | None], weights: list[tuple[Site, Unstructured | NM]]
 ) -> tuple[list[tuple[ChannelGroup, Channels]], list[ChannelGroup]]:
     """The groups that the spec prunes, and the groups that it asks for but that must stay."""
-    fixed = _read_by_nm(found, weights)
+    fixed, normed = _read_by_nm(found, weights), found.norms_by_group()
     groups: list[tuple[ChannelGroup, Channels]] = []
     kept = [group for group in found.frozen if _wanted(group, rules)]
     for group in found.groups:
         wanted = _wanted(group, rules)
         if not wanted:
             continue
-        reason = _conflict(group, rules, fixed) or _unread(group, found)
+        reason = _conflict(group, rules, fixed) or _unread(group, found, normed)
         reasons = (reason,) if reason else () if wanted[0].through_norms else group.streams
         if reasons:
             kept.append(replace(group, reasons=reasons))
@@ -209,11 +210,9 @@ def _read_by_nm(found: ChannelMap, weights: list[tuple[Site, Unstructured | NM]]
     }
 
 
-def _unread(group: ChannelGroup, found: ChannelMap) -> Reason | None:
+def _unread(group: ChannelGroup, found: ChannelMap, normed: Container[int]) -> Reason | None:
     """Why a group stays that nothing reads in eval mode, or None if something does."""
-    if any(slot in found.masked for slot in group.members):
-        return None
-    if any(np.isin(found.classes[site.ids.numpy()], group.classes).any() for site in found.norms):
+    if int(group.classes[0]) in normed or any(slot in found.masked for slot in group.members):
         return None
     return Reason(group.name, "", "nothing reads these channels in eval mode")
 

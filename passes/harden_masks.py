@@ -159,6 +159,7 @@ def _dropped_rows(gm: fx.GraphModule, pruner: Pruner) -> dict[Slot, tuple[int, .
 def swap_tensors(root: nn.Module, swaps: Mapping[Tensor, Tensor]) -> None:
     """Replace each key by its value in all modules of ``root`` that hold it."""
     for module in list(root.modules()):
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in (*own, *module.named_buffers(recurse=False, remove_duplicate=False)):
             if tensor in swaps:
                 setattr(module, name, swaps[tensor])

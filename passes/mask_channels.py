@@ -61,16 +61,19 @@ class MaskChannels(Pass):
         plan = ctx.get(Plan)
         if not plan.groups:
             return False
-        slots, norms = masked_slots(ctx), _norms(gm, ctx.get(ChannelMap))
+        found, slots = ctx.get(ChannelMap), masked_slots(ctx)
+        masked, by_group = frozenset(slots), found.norms_by_group()
+        norms = _norms(gm, found)
         placed: Placed = {}
-        parts, grouped = switches_off(gm.graph), _grouped(ctx.get(ChannelMap))
+        parts, grouped = switches_off(gm.graph), _grouped(found)
         for group, rule in plan.groups:
-            node = _mask_group(gm, ctx, group, rule, _carriers(ctx, group, slots), norms, parts, grouped)
+            mine = [norms[id(site)] for site in by_group.get(int(group.classes[0]), ())]
+            node = _mask_group(gm, ctx, group, rule, _carriers(ctx, group, masked), mine, parts, grouped)
             placed |= dict.fromkeys(group.classes.tolist(), (group, node))
         for slot in slots:
             _multiply(gm, slot, placed, ctx)
         swaps: dict[nn.Module, nn.Module] = {}
-        for norm in norms:
+        for norm in norms.values():
             _mask_norm(gm, norm, placed, ctx, swaps)
         swap_modules(gm, swaps)
         return True
@@ -80,14 +83,17 @@ VARIANCES: frozenset[Any] = frozenset({torch.var, "var", torch.std, "std"})
 """Functions and methods that may give no number for a single channel, which has no variance without bias."""
 
 
-def _norms(gm: fx.GraphModule, found: ChannelMap) -> list[_Norm]:
+def _norms(gm: fx.GraphModule, found: ChannelMap) -> dict[int, _Norm]:
+    """The nodes that run over channels, by the id of their site."""
     nodes = {node.name: node for node in gm.graph.nodes}
-    return [_Norm(nodes[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms]
+    return {
+        id(site): _Norm(nodes[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms
+    }
 
 
-def _carriers(ctx: Context, group: ChannelGroup, slots: list[Slot]) -> list[fx.Node]:
+def _carriers(ctx: Context, group: ChannelGroup, masked: frozenset[Slot]) -> list[fx.Node]:
     """The nodes of the parameters that the group's mask will multiply."""
-    masked, nodes = set(slots), ctx.get(Exposed).nodes
+    nodes = ctx.get(Exposed).nodes
     return [nodes[slot.tensor] for slot in group.members if slot in masked]
 
 
@@ -137,7 +143,6 @@ def _mask_group(
     grouped: frozenset[str],
 ) -> fx.Node:
     """Make the mask of a group and compute it ahead of all that reads it; returns its node."""
-    norms = [norm for norm in norms if np.isin(norm.classes, group.classes).any()]
     readers = [*carriers, *(norm.node for norm in norms)]
     names = tuple(slot.tensor for slot in group.producers)
     found, exposed = ctx.get(ChannelMap), ctx.get(Exposed)

@@ -29,7 +29,8 @@ from pdp_fx.passes import CONVERT, PREPARE
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.label_channels import LabelWatch
-from pdp_fx.planning import parameters_of
+from pdp_fx.planning import check_parameters, parameters_of
+from pdp_fx.policy import may_add_penalty
 from pdp_fx.proving import check_unpruned, proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
 from pdp_fx.sharding import refuse_divided, refuse_sharded, reshard
@@ -171,8 +172,13 @@ def penalty(model: nn.Module) -> Tensor:
         tensor(0.)
     """
     gm, pruner = find_one(model, "penalty")
-    reads = ((mask, parameters_of(gm, mask)) for _, mask in pruner.mask_items())
-    terms = [term for mask, weights in reads if (term := mask.penalty(*weights)) is not None]
+    terms: list[Tensor] = []
+    for _, mask in pruner.mask_items():
+        if may_add_penalty(mask):
+            term = mask.penalty(*parameters_of(gm, mask))
+            terms += [] if term is None else [term]
+        else:
+            check_parameters(gm, mask)
     return torch.stack(terms).sum() if terms else torch.zeros((), device=_device(gm))
 
 

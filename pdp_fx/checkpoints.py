@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdp_fx.allocation import uniform_share
 from pdp_fx.channel_policy import ChannelPolicy
-from pdp_fx.granularity import Channels, Rule, Unstructured, rule_text
+from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
 from pdp_fx.policy import MILLION, UNSET, MaskPolicy, NMPolicy, WeightPolicy
 
 WAY_OUT = (
@@ -41,7 +41,7 @@ def conflicts(
     Args:
         masks: the masks with their names.
         rules: the rule of each mask, by name.
-        allocation: "global" or "uniform".
+        allocation: that of the spec.
         computed: the names of the parameters in whose place a computed weight is masked.
         state: the state dict.
         prefix: of the pruner's keys in it.
@@ -53,12 +53,13 @@ def conflicts(
     targets = {name: int(units[0]) for name, units in saved.items()}
     found = _other_totals(masks, rules, allocation == "uniform", targets)
     others, elsewhere = _differs(state.get(f"{prefix}seal"), seal(rules, allocation, computed))
-    channels = [name for name, mask in masks if isinstance(mask, ChannelPolicy)]
-    if others and any(targets.get(name, UNSET) != UNSET for name in channels):
-        texts = dict.fromkeys(rule_text(rule) for rule in rules.values() if isinstance(rule, Channels))
+    sealed = [name for name, mask in masks if isinstance(mask, ChannelPolicy | NMPolicy)]
+    if others and any(targets.get(name, UNSET) != UNSET for name in sealed):
+        texts = dict.fromkeys(rule_text(rule) for rule in rules.values() if isinstance(rule, Channels | NM))
         found.insert(
             0,
-            "the checkpoint's channels follow other rules, or another allocation, than " + ", ".join(texts),
+            "the checkpoint's channels or patterns follow other rules, or another allocation, than "
+            + ", ".join(texts),
         )
     elif elsewhere and int(state.get(f"{prefix}counter", 0)) > 0:
         found.insert(
@@ -96,14 +97,14 @@ def _other_totals(
 
 
 def seal(rules: Mapping[str, Rule], allocation: str, computed: Iterable[str]) -> int:
-    """A digest of what the targets of channels follow from, and of where masks are.
+    """A digest of the rules of channels and N:M patterns, which targets do not tell, and of where masks are.
 
     It is odd and has 62 bits, so no floating-point number equals it: if the state is cast to floating point
     and back, or averaged, the seal changes.
 
     Args:
         rules: the rule of each mask, by name.
-        allocation: "global" or "uniform".
+        allocation: that of the spec, on which the targets of channels depend.
         computed: the names of the parameters in whose place a computed weight is masked.
     """
     lines = [
@@ -111,7 +112,9 @@ def seal(rules: Mapping[str, Rule], allocation: str, computed: Iterable[str]) ->
         for name, rule in rules.items()
         if isinstance(rule, Channels)
     ]
-    return ((1 << _HALF | _digest([allocation, *lines])) << _HALF | _digest(sorted(computed))) << 1 | 1
+    lines = [allocation, *lines] if lines else []
+    lines += [f"{name} {rule.keep}:{rule.of}" for name, rule in rules.items() if isinstance(rule, NM)]
+    return ((1 << _HALF | _digest(lines)) << _HALF | _digest(sorted(computed))) << 1 | 1
 
 
 def _digest(lines: Iterable[str]) -> int:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         text = given.run(given)
-    except (PdpError, OSError) as err:
+    except (PdpError, OSError, ImportError) as err:
         print(f"pdp_fx {given.command}: {err}", file=sys.stderr)
         return 1
     if text:

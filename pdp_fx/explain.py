@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 from tabulate import tabulate
 from torch import fx, nn
 
@@ -15,6 +14,7 @@ from pdp_fx.channel_graph import axis_name, owner_of, roles
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
 from pdp_fx.channels.labels import Slot
+from pdp_fx.channels.record import NormSite
 from pdp_fx.granularity import rule_text
 from pdp_fx.pruner import Pruner, find_one
 
@@ -169,7 +169,7 @@ def _pruned(gm: fx.GraphModule, pruner: Pruner) -> Iterator[PrunedGroup]:
     channels = pruner.channels
     if channels is None:
         return
-    role = roles(gm, channels)
+    role, norms = roles(gm, channels), channels.norms_by_group()
     masks = [mask for _, mask in pruner.mask_items() if isinstance(mask, ChannelPolicy)]
     for (group, rule), mask in zip(pruner.groups, masks, strict=True):
         yield PrunedGroup(
@@ -178,20 +178,18 @@ def _pruned(gm: fx.GraphModule, pruner: Pruner) -> Iterator[PrunedGroup]:
             group.width,
             min(mask.fewest(rule.min_channels), group.width),
             tuple(dict.fromkeys(owner_of(slot) for slot in group.producers)),
-            _masked_at(group, channels, role),
+            _masked_at(group, channels, role, norms.get(int(group.classes[0]), ())),
             tuple(axis_name(slot) for slot in group.members),
         )
 
 
-def _masked_at(group: ChannelGroup, channels: ChannelMap, role: dict[Slot, str]) -> tuple[str, ...]:
+def _masked_at(
+    group: ChannelGroup, channels: ChannelMap, role: dict[Slot, str], norms: Sequence[NormSite]
+) -> tuple[str, ...]:
     """The modules whose parameters the group's mask multiplies, and the norms that it is given to."""
     slots = [slot for slot in group.members if slot in channels.masked]
     places = [owner_of(slot) + (" (inputs)" if role[slot] == "reader" else "") for slot in slots]
-    places += [
-        f"%{site.node} (statistics)"
-        for site in channels.norms
-        if np.isin(channels.classes[site.ids.numpy()], group.classes).any()
-    ]
+    places += [f"%{site.node} (statistics)" for site in norms]
     return tuple(dict.fromkeys(places))
 
 

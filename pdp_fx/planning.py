@@ -174,6 +174,12 @@ def parameters_of(gm: nn.Module, mask: MaskPolicy) -> list[Tensor]:
     return [to_inputs(weight, mask.axis) for weight in weights] if isinstance(mask, NMPolicy) else weights
 
 
+def check_parameters(gm: nn.Module, mask: MaskPolicy) -> None:
+    """Raise StateError if the model no longer has the parameters that ``mask`` is computed from."""
+    for name in mask.parameters_read:
+        parameter_of(gm, name)
+
+
 def weight_of(gm: nn.Module, name: str) -> Tensor:
     """The parameter ``name``, or the computed weight that is pruned in its place; gathered if sharded."""
     node_name: str | None = getattr(getattr(gm, CHILD, None), "computed", {}).get(name)

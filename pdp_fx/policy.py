@@ -278,6 +278,13 @@ class WeightPolicy(MaskPolicy):
         return f"pruned_decay={self.pruned_decay:g}" if self.pruned_decay else ""
 
 
+def may_add_penalty(mask: MaskPolicy) -> bool:
+    """Whether `MaskPolicy.penalty` may return a term, so that the weights have to be read for it."""
+    if isinstance(mask, WeightPolicy) and type(mask).penalty is WeightPolicy.penalty:
+        return mask.pruned_decay != 0
+    return type(mask).penalty is not MaskPolicy.penalty
+
+
 class NMPolicy(WeightPolicy):
     """N:M: of every ``of`` consecutive weights along the input channels, ``keep`` stay.
 

@@ -147,10 +147,13 @@ class Pruner(nn.Module):
         else:
             _check_tied(gm, self.owners)
         due = self.spec.allocation == "dynamic" and ranks_anew(schedule, counter)
-        if due or (counter >= schedule.start and not self.allocated):
+        due = due or (counter >= schedule.start and not self.allocated)
+        if due:
             self.fix_targets(gm)
         self.counter.fill_(counter)
-        self.advance_masks()
+        # Before the ramp and after it the counts stay as they are.
+        if due or share(schedule, counter) != share(schedule, counter - 1):
+            self.advance_masks()
         self.update_masks(gm)
 
     def advance_masks(self) -> None:

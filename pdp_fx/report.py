@@ -176,13 +176,15 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
     for _, mask in pruner.mask_items():
         for name in mask.parameters_read:
             masks.setdefault(name, []).append(mask)
-    rows: list[Row] = []
+    rows, soft = list[Row](), dict[MaskPolicy, float]()
     with torch.no_grad(), gathered(*pruner.masks.values()):
         gone = gone_classes(gm, pruner)
+        for _, mask in pruner.mask_items():
+            soft[mask] = _soft_share(mask, parameters_of(gm, mask))
         for name in pruner.weights:
             weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
             left = _without(_hardened(gm, weight, mine), name, gone, pruner.channels)
-            facts = [_of_mask(gm, mask, name, weight) for mask in mine]
+            facts = [_of_mask(mask, soft[mask], name, weight) for mask in mine]
             rows.append(_row(name, weight, left, pruner.channels, facts))
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
@@ -214,8 +216,7 @@ class _Masked:
     soft: float
 
 
-def _of_mask(gm: fx.GraphModule, mask: MaskPolicy, name: str, weight: Tensor) -> _Masked:
-    soft = _soft_share(mask, parameters_of(gm, mask))
+def _of_mask(mask: MaskPolicy, soft: float, name: str, weight: Tensor) -> _Masked:
     if isinstance(mask, NMPolicy):
         return _Masked(f"{mask.keep}:{mask.of}", 1.0, 1 - mask.keep / mask.of, soft)
     target = int(mask.target) if mask.allocated else None

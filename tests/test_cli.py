@@ -76,6 +76,14 @@ def test_draw_writes_every_file_it_is_given(capsys: pytest.CaptureFixture[str], 
         assert image.format == "PNG"
 
 
+def test_draw_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(("draw", CONV, "--input", IMAGES, "--out", str(tmp_path / "channels.svg"))) == 1
+    assert "drawing needs matplotlib; write: pip install" in capsys.readouterr().err
+
+
 def test_whole_numbers_and_several_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(
         capsys, "report", "tests.test_cli:TwoInputs", "--input", "3x5:int64", "--input", "3x5x8", "--json"

@@ -40,6 +40,13 @@ def test_its_gradient_is_lambda_times_the_weight_where_it_is_pruned_now(rule: Ru
     assert float(penalty.detach()) == pytest.approx(0.15 * hidden, rel=1e-5)
 
 
+def test_without_a_decay_no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(Unstructured(0.5))
+    pdp_fx.step(model)
+    monkeypatch.setattr("pdp_fx.api.parameters_of", lambda *_: pytest.fail("weights were read"))
+    assert float(pdp_fx.penalty(model)) == 0
+
+
 def test_with_hard_masks_it_is_the_gradient_of_sr_ste() -> None:
     torch.manual_seed(0)
     net, images, labels = Net(), *batch()

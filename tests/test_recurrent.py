@@ -1,7 +1,9 @@
 """Recurrent modules: their matrices are pruned one by one and N:M; what they read and their states go."""
 
 import copy
-from typing import cast
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
@@ -470,3 +472,25 @@ def test_the_users_module_keeps_its_own_weights() -> None:
     pdp_fx.convert(prepared)
     prepared.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()}, assign=True)
     assert torch.equal(model(x)[0], expected)
+
+
+def test_threads_that_evaluate_one_model_leave_it_its_parameters() -> None:
+    model, x = reader("LSTM")
+    prepared = pdp_fx.prepare(model, PruneSpec(Unstructured(0.5), schedule=AT_ONCE), x)
+    pdp_fx.step(prepared)
+    prepared.eval()
+    before = dict(prepared.named_parameters())
+    layer: Any = next(each for each in prepared.modules() if isinstance(each, nn.LSTM))
+    meet, inside = threading.Barrier(2), layer.check_forward_args
+
+    def waits(*given: Any) -> None:
+        meet.wait(60)  # Both threads are in the layer's forward at once.
+        inside(*given)
+
+    layer.check_forward_args = waits
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(prepared, (x, x))
+    torch.testing.assert_close(first, second)
+    now = dict(prepared.named_parameters())
+    assert now.keys() == before.keys()
+    assert all(parameter is before[name] for name, parameter in now.items())

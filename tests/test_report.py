@@ -1,8 +1,10 @@
 """The numbers of each layer: counted by hand here, and against the paper's dense counts."""
 
 import json
+import sys
 from collections.abc import Callable
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import pdp_fx
 from benchmarks.mobilenet_v1 import MobileNetV1
 from pdp_fx import NM, Channels, PruneSpec, Report, Schedule, Unstructured
 from pdp_fx.report import Row
+from pdp_fx.report import _soft_share as soft_share  # pyright: ignore[reportPrivateUsage]
 from tests.nets import NETS, RULES, at_once, counts, mask_of, net, pruned, snapshot, state, train
 
 every_net = pytest.mark.parametrize("name", NETS)
@@ -119,6 +122,15 @@ def test_the_soft_share_counts_units_between_hard_and_soft() -> None:
     share = float(((values > 0.01) & (values < 0.99)).float().mean())
     assert share > 0.5
     assert rows(pdp_fx.report(prepared))["conv2"].soft == pytest.approx(share)
+
+
+def test_the_soft_share_of_a_group_is_found_once_for_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = net("residual")
+    prepared = pruned(model, at_once(Channels(ratio=0.5)), x)
+    shares = Mock(wraps=soft_share)
+    monkeypatch.setattr(sys.modules["pdp_fx.report"], "_soft_share", shares)
+    pdp_fx.report(prepared)
+    assert shares.call_count == len(state(prepared).mask_items())
 
 
 def test_n_m_rows_name_their_pattern() -> None:

@@ -258,10 +258,8 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
     taint = {name: [ids for _, _, ids in met] for name, met in record.taint.items() if name in nodes}
     carried = [layer.ids for values in record.values.values() for value in values for layer in value.layers]
     parts = (classes[ids.numpy()] for ids in [*record.parts, *carried])
-    groups = [
-        _with_streams(_explained(each, slots), normed)
-        for each in collect_groups(slots, makes, stays, parts, len(classes))
-    ]
+    collected = collect_groups(slots, makes, stays, parts, len(classes))
+    groups = _with_streams([_explained(each, slots) for each in collected], normed, len(classes))
     alone_in_group = [group.classes for group in groups if len(group.classes) == 1]
     met = np.zeros(len(classes), dtype=bool)
     met[record.ties.joined()] = True
@@ -308,10 +306,17 @@ def _explained(group: ChannelGroup, slots: dict[Slot, np.ndarray]) -> ChannelGro
     return replace(group, reasons=(Reason(made_by.tensor, "", TOGETHER if several else SINGLE),))
 
 
-def _with_streams(group: ChannelGroup, normed: list[Stay]) -> ChannelGroup:
-    """The group with the norms that run over its channels as those of a residual stream."""
-    found = (reason for roots, reason in normed if np.isin(group.classes, roots).any())
-    return replace(group, streams=tuple(dict.fromkeys(found)))
+def _with_streams(groups: list[ChannelGroup], normed: list[Stay], classes: int) -> list[ChannelGroup]:
+    """The groups with the norms that run over their channels as those of a residual stream."""
+    owner = np.full(classes, -1)
+    for number, group in enumerate(groups):
+        owner[group.classes] = number
+    found: list[dict[Reason, None]] = [{} for _ in groups]
+    for roots, reason in normed:
+        for number in distinct(owner[roots]):
+            if number >= 0:
+                found[number][reason] = None
+    return [replace(group, streams=tuple(mine)) for group, mine in zip(groups, found, strict=True)]
 
 
 def _makes(

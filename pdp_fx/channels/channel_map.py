@@ -129,6 +129,17 @@ class ChannelMap:
         """The tensors that a node returned, or None if this map does not know the node."""
         return self.values.get(_key(node), self.values.get(node.name))
 
+    def norms_by_group(self) -> dict[int, list[NormSite]]:
+        """The norms that run over channels of each group, by the group's first class."""
+        first = np.full(len(self.classes), -1)
+        for group in (*self.groups, *self.frozen):
+            first[group.classes] = group.classes[0]
+        found: dict[int, list[NormSite]] = {}
+        for site in self.norms:
+            for group in np.unique(first[self.classes[site.ids.numpy()]]).tolist():
+                found.setdefault(group, []).append(site)
+        return found
+
     def covers(self, gm: fx.GraphModule) -> bool:
         """Whether all inputs of resized nodes are known, although passes may have inserted nodes."""
         resized = frozenset(self.resized)

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+Layer = TypeVar("Layer", bound=nn.Module)
 
-@contextmanager
-def _holding(module: nn.Module, given: Mapping[str, Tensor]) -> Generator[None]:
-    """Replace parameters of a module by the given tensors inside the block."""
-    table, listed = vars(module)["_parameters"], vars(module).get("_flat_weights")
-    vars(module)["_parameters"] = {**table, **given}
-    if listed is not None:
-        names = vars(module)["_flat_weights_names"]
-        vars(module)["_flat_weights"] = [given.get(n, w) for n, w in zip(names, listed, strict=True)]
-    try:
-        yield
-    finally:
-        vars(module)["_parameters"] = table
-        if listed is not None:
-            vars(module)["_flat_weights"] = listed
+
+def _holding(module: Layer, given: Mapping[str, Tensor]) -> Layer:
+    """Another object of the module's class that has the given tensors in the place of parameters.
+
+    The module itself stays as it is, for other threads may be calling it.
+    """
+    made: Layer = object.__new__(type(module))
+    vars(made).update(vars(module))
+    vars(made)["_parameters"] = {**vars(module)["_parameters"], **given}
+    if "_flat_weights" in vars(module):
+        names, listed = vars(module)["_flat_weights_names"], vars(module)["_flat_weights"]
+        vars(made)["_flat_weights"] = [given.get(n, w) for n, w in zip(names, listed, strict=True)]
+    return made
 
 
 class _Explicit(nn.Module):
     def forward(self, input: Any, hx: Any = None, **given: Tensor) -> Any:
-        with _holding(self, given):
-            return super().forward(input, hx)
+        return super(_Explicit, _holding(self, given)).forward(input, hx)
 
 
 class ExplicitLSTM(_Explicit, nn.LSTM):

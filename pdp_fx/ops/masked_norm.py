@@ -118,7 +118,7 @@ def masked_group_norm(
 
     def masked() -> Tensor:
         grouped = input.to(compute_dtype(input.dtype)).reshape(
-            input.shape[0], num_groups, mask.numel() // num_groups, -1
+            input.shape[0], num_groups, mask.numel() // num_groups, math.prod(input.shape[2:])
         )
         heavy = mask.to(grouped.dtype).reshape(1, num_groups, -1, 1)
         # A group that is pruned as a whole has equal masks, which may be 0 and would give 0 / 0. Its

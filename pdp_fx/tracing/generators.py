@@ -7,7 +7,7 @@ after it.
 
 import random
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -119,6 +119,16 @@ def _of_cuda() -> list[torch.Tensor]:
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
+def _of_other_devices() -> list[tuple[Callable[[Any], None], Any]]:
+    """What puts the generators of other devices back that `seed` sets, each with its state."""
+    found: list[tuple[Callable[[Any], None], Any]] = []
+    if torch.xpu.is_initialized():
+        found.append((torch.xpu.set_rng_state_all, torch.xpu.get_rng_state_all()))
+    if torch.backends.mps.is_available():
+        found.append((torch.mps.set_rng_state, torch.mps.get_rng_state()))
+    return found
+
+
 def seed(number: int) -> None:
     """Seed torch's generators of the CPU, and of the devices that are in use.
 
@@ -150,7 +160,7 @@ def generators_restored() -> Generator[None, None, None]:
     """Restore all generators at the end, also after an error."""
     own = _OWN.get()
     kept = [(each, _state(each)) for each in (*own.of_torch, *own.others)]
-    cpu, cuda = torch.get_rng_state(), _of_cuda()
+    cpu, cuda, others = torch.get_rng_state(), _of_cuda(), _of_other_devices()
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -158,6 +168,8 @@ def generators_restored() -> Generator[None, None, None]:
         torch.set_rng_state(cpu)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
+        for put_back, state in others:
+            put_back(state)
         random.setstate(python)
         np.random.set_state(numpy)
         for each, state in kept:

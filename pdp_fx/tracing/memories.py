@@ -62,7 +62,9 @@ class _PythonModules:
         if mark != self._mark:
             modules = list(sys.modules.items())
             theirs = [(name, each) for name, each in modules if name.partition(".")[0] not in _NOT_THEIRS]
-            self._mark, self._contents = mark, [(name, vars(each)) for name, each in theirs]
+            # Who bars a module from being imported has None in its place.
+            named = [(name, getattr(each, "__dict__", None)) for name, each in theirs]
+            self._mark, self._contents = mark, [(name, each) for name, each in named if each is not None]
         return self._contents
 
 

@@ -140,6 +140,13 @@ def test_results_lie_in_memory_as_those_of_the_norm_do(
     assert kind(x, of, mask=mask).stride() == PLAIN[kind](x, of).stride()
 
 
+@pytest.mark.parametrize("norm", [layer, rms, group], ids=["layer", "rms", "group"])
+def test_an_empty_batch_has_an_empty_result(norm: Any) -> None:
+    x = torch.randn(0, 8)
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    assert norm(x, torch.ones(8), torch.zeros(8), mask).shape == x.shape
+
+
 def test_one_mask_for_a_whole_group_only_scales_it_and_its_gradients_are_finite() -> None:
     x, weight, bias = some(3, 12, 5), some(12), some(12).flip(0)
     for value in (1e-300, 1e-30, 0.1, 0.3, 0.9, 0.0):

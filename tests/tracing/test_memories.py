@@ -1,7 +1,9 @@
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -167,3 +169,8 @@ def test_what_is_remembered_is_left_alone() -> None:
     assert before[:3] == (split_heads, causal, Remembers.positions)
     assert split_heads.cache_info().maxsize == 8
     assert all(type(size) is int for size in split_heads((2, 3, 8), 2))
+
+
+def test_a_module_that_is_barred_from_being_imported_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "barred_from_import", None)
+    exact(Heads(), torch.randn(2, 3, 4))

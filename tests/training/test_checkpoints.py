@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import pdp_fx
 from pdp_fx import NM, Channels, MaskSite, PruneSpec, Schedule, StateError, Unstructured, WeightPolicy
+from pdp_fx.granularity import rule_text
 from pdp_fx.spec import Rule
 from tests.training.nets import RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
 from tests.training.resumable import STEPS, run
@@ -220,6 +222,22 @@ def test_a_checkpoint_of_other_channels_is_refused_once_they_are_chosen(rule: Ru
     pdp_fx.step(model)
     pdp_fx.step(model)
     with pytest.raises(RuntimeError, match=r"follow other rules, .* than Channels\(.*begin with 'pdp\.'"):
+        prepared(other).load_state_dict(model.state_dict())
+    again = prepared(rule)
+    again.load_state_dict(model.state_dict())
+    assert pruned_counts(again) == pruned_counts(model)
+
+
+@pytest.mark.parametrize(
+    ("rule", "other"), [(NM(1, 2), NM(3, 4)), (NM(3, 4), NM(1, 2)), (NM(2, 4), NM(6, 8))]
+)
+def test_a_checkpoint_of_a_pattern_that_prunes_as_many_of_each_group_is_refused(
+    rule: Rule, other: Rule
+) -> None:
+    model = prepared(rule)
+    for _ in range(3):
+        pdp_fx.step(model)
+    with pytest.raises(RuntimeError, match=rf"follow other rules, .* than {re.escape(rule_text(other))}"):
         prepared(other).load_state_dict(model.state_dict())
     again = prepared(rule)
     again.load_state_dict(model.state_dict())
