@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import logging
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,8 +18,11 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
 from pdp_fx.ops.kinds import kind_of, owned_names
+from pdp_fx.overrides import key_text, winner
 from pdp_fx.passes.find_sites import Site, Sites
 from pdp_fx.tracing.objects import MethodOf
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,12 @@ class ChooseTargets(Pass):
         groups, kept = _sort_groups(found, rules, weights) if found else ([], [])
         if found:
             _annotate(gm, found, [group for group, _ in groups])
+        told = {name for name, _ in skipped} | {slot.tensor for group in kept for slot in group.producers}
+        pruned = {site.parameter for site, _ in weights} | {
+            slot.tensor for group, _ in groups for slot in group.producers
+        }
+        if pruned:
+            skipped += _without_effect(ctx, asked, pruned, told)
         ctx.put(Plan(tuple(weights), tuple(groups), tuple(kept), tuple(skipped)))
         return False
 
@@ -82,6 +92,31 @@ class ChooseTargets(Pass):
                     "  its rules name no weight of a conv or linear layer, nor several channels of one"
                 ]
             raise SpecError("nothing in the model can be pruned by this spec:\n" + "\n".join(reasons))
+
+
+def _without_effect(
+    ctx: Context, asked: dict[str, Asked], pruned: set[str], told: set[str]
+) -> Iterator[tuple[str, str]]:
+    """Warn of overrides whose rules prune nothing; those of which nothing is told so far, with the reason.
+
+    Args:
+        ctx: the context.
+        asked: the rules of all parameters.
+        pruned: the parameters that are pruned.
+        told: the parameters and modules that it is said of why they are not.
+    """
+    owners: dict[str, set[str]] = {}
+    for parameter, by_owner in asked.items():
+        for owner in by_owner:
+            found = winner(ctx.spec.overrides, owner, type(ctx.modules[owner]))
+            owners.setdefault(key_text(found[0]) if found else "", set()).update((parameter, owner))
+    for key, rule in ctx.spec.overrides:
+        mine = owners.get(key_text(key), set())
+        if rule is None or not mine.isdisjoint(pruned):
+            continue
+        _log.warning("the rule %s of the override %r prunes nothing", rule_text(rule), key_text(key))
+        if mine.isdisjoint(told):
+            yield key_text(key), f"what it names has nothing that {rule_text(rule)} prunes"
 
 
 def _kept_whole(gm: fx.GraphModule, rules: dict[str, Rule | None]) -> dict[str, str]:

@@ -143,8 +143,8 @@ def step(model: nn.Module) -> None:
         model: a prepared model, also inside a wrapper such as DistributedDataParallel.
 
     Raises:
-        StateError: the model was never prepared, holds several prepared models, or had a layer replaced
-            before the first step.
+        StateError: the model was never prepared, holds several prepared models, or had a layer replaced,
+            which is looked for once an epoch or, where steps of the optimizer count, once in a hundred.
         SpecError: the targets are due to be fixed, but weights are NaN or infinite.
     """
     gm, pruner = find_one(model, "step")

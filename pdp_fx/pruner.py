@@ -32,6 +32,9 @@ from pdp_fx.tracing.leaves import has_own_forward
 from pdp_fx.tracing.preserve import preserved
 from pdp_fx.updating import update
 
+CHECKED_EVERY = 100
+"""Once in so many steps of the optimizer layers are looked at, which takes a millisecond."""
+
 
 class Pruner(nn.Module):
     """What `prepare` adds to a model, besides the mask nodes.
@@ -39,9 +42,9 @@ class Pruner(nn.Module):
     Attributes:
         spec: the user's spec.
         counter: how often `step` was called, a 0-dim int64 buffer.
-        seal: a number derived from the channel rules and the places of the masks (`checkpoints.seal`), a
-            0-dim int64 buffer. Averaging or casting the state changes it, which is how `check_unaveraged`
-            notices.
+        seal: a number derived from the rules of channels and patterns, and the places of the masks
+            (`checkpoints.seal`), a 0-dim int64 buffer. Averaging or casting the state changes it, which is
+            how `check_unaveraged` notices.
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: the modules that lay group masks out along parameters that carry several groups.
         rules: the rule of each mask, by the mask's name.
@@ -142,7 +145,7 @@ class Pruner(nn.Module):
     def step(self, gm: fx.GraphModule) -> None:
         """Advance the schedule by one epoch or step; set the targets when the ramp starts, or on its way."""
         counter, schedule = int(self.counter) + 1, self.spec.schedule
-        if counter == 1:
+        if schedule.per == "epoch" or counter % CHECKED_EVERY == 1:
             self.check_layers(gm)
         else:
             _check_tied(gm, self.owners)

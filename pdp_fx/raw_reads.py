@@ -14,7 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from pdp_fx.tracing.functions import SIZES, name_of, only_looks
 
-READS_RAW = "a module that is kept whole, or a hook, reads {} without calling its layer"
+READS_RAW = (
+    "a module that is kept whole, or a hook, reads {} without calling its layer, or calls it with another "
+    "tensor"
+)
 """What is said of such a weight, by its name."""
 
 
@@ -38,6 +41,7 @@ class RawReads(TorchFunctionMode):
         self._watched = {*wholes, *layers}
         self._wanted = frozenset(map(id, parameters))
         self._layers = frozenset(layers)
+        self._own = {layer: dict(layer.named_parameters(recurse=False)) for layer in layers}
         # Whether each of the modules that run is a layer, and at its own code.
         self._running: list[bool] = []
 
@@ -63,6 +67,10 @@ class RawReads(TorchFunctionMode):
 
     def _begin(self, layer: nn.Module, inputs: Any) -> None:
         self._running[-1] = True
+        for name, parameter in self._own[layer].items():
+            # As `torch.func.functional_call` lends it others.
+            if layer._parameters.get(name) is not parameter and id(parameter) in self._wanted:
+                self.found[id(parameter)] = parameter
 
     def _end(self, layer: nn.Module, inputs: Any, result: Any) -> None:
         self._running[-1] = False

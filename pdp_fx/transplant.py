@@ -154,9 +154,9 @@ def _fill(made: nn.Module, small: fx.GraphModule, gm: fx.GraphModule) -> Lengths
         if owner is None or leaf not in {**owner._parameters, **owner._buffers}:
             continue
         # What nobody reads in `forward` may be one with what somebody does.
-        for each in [name, *(other for other in tied[name] if other not in read)]:
+        for each in [name, *(other for other in tied.get(name, ()) if other not in read)]:
             path, _, leaf = each.rpartition(".")
-            lengths.setdefault(path, set()).update(zip(before[name], tensor.shape, strict=False))
+            lengths.setdefault(path, set()).update(zip(before.get(name, ()), tensor.shape, strict=False))
             setattr(owners[path], leaf, tensor)
     converted_too = {path for path, _ in named_modules(small)}
     for path in lengths.keys() - converted_too:
@@ -305,8 +305,8 @@ def _given(
 def _refusal(made: nn.Module, problem: str) -> VerifyError:
     return VerifyError(
         f"{type(made).__name__} {problem}. Its code goes by what has changed, as by how many channels or "
-        "heads there were, or by a weight that it computes: let that stay, by an override of the spec, "
-        "or use the graph that convert gives"
+        "heads there were, or by a weight that it computes, or it calls a layer for nothing in eval mode: "
+        "let that stay, by an override of the spec, or use the graph that convert gives"
     )
 
 

@@ -410,3 +410,46 @@ def test_what_does_not_fit_is_refused() -> None:
     waiting = pdp_fx.prepare(model, at_once(Channels(ratio=0.5)), torch.randn(2, 4))
     with pytest.raises(StateError, match="nothing is pruned"):
         pdp_fx.transplant(waiting, model)
+
+
+class FillsBuffer(nn.Module):
+    """Makes a table when it is first called, as biases by distance are made."""
+
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.register_buffer("table", -torch.arange(x.shape[1], dtype=x.dtype), persistent=False)
+        assert self.table is not None
+        return x + self.table[: x.shape[1], None]
+
+
+def test_a_buffer_that_the_first_call_makes_goes_with_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), FillsBuffer())
+    prepared = pruned(model, torch.randn(2, 5, 4), Channels(ratio=0.5))
+    made: Any = pdp_fx.transplant(prepared, model)
+    assert made[0].out_features == 4
+    x = torch.randn(2, 3, 4)
+    torch.testing.assert_close(made(x), prepared.eval()(x))
+
+
+class CallsForNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.other = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x).relu()
+        made, other = self.last(x), self.other(x)
+        return (made, other) if self.training else made
+
+
+def test_a_layer_that_eval_mode_calls_for_nothing_is_a_reason() -> None:
+    model = CallsForNothing()
+    prepared = pruned(model, torch.randn(2, 4), Channels(ratio=0.5))
+    with pytest.raises(VerifyError, match="cannot be multiplied .* it calls a layer for nothing in eval"):
+        pdp_fx.transplant(prepared, model)

@@ -101,8 +101,12 @@ class PruningCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Advance a schedule that counts epochs, if `on_step_end` could not tell which step was the last."""
-        self._count_epoch(kwargs["model"])
+        """Advance a schedule that counts epochs, if `on_step_end` could not tell which step was the last.
+
+        An epoch that the training ends in is not counted: a run that goes on from there trains its rest.
+        """
+        if not control.should_training_stop:
+            self._count_epoch(kwargs["model"])
 
     def _count_epoch(self, model: nn.Module) -> None:
         if not self._counted:

@@ -201,17 +201,27 @@ def _check_other_settings(
             # Numbers of the example may be round ones, which another dtype does not change.
             calls += islice(example.with_other_numbers(), 1)
 
-        def within(one: Any, call: ExampleCall, question: Question = question) -> Any:
+        returned: list[int] = []
+
+        def within(
+            one: Any, call: ExampleCall, question: Question = question, returned: list[int] = returned
+        ) -> Any:
             with question.answered(model, call):
                 result = called(one, call)
                 # Whether there are gradients is compared, too.
-                return result, torch.tensor([tensor.requires_grad for tensor in tensors(result)])
+                needs = [tensor.requires_grad for tensor in tensors(result)]
+                returned.append(len(needs))
+                return result, torch.tensor(needs)
 
         for call, (training, mode) in product(calls, MODES.items()):
             refuses = (lambda said: HELD in said) if call is example else (lambda _: True)
             with anything_may_be_written():
                 problem = difference(gm, model, call, training, refuses, within)
             if problem:
+                if problem.endswith(f"at position {returned[-1]}"):
+                    problem = (
+                        "returns a tensor that needs gradients where the model's does not, or the reverse,"
+                    )
                 raise SettingError(
                     type(model).__name__,
                     f"{question.setting.value} it {problem} in {mode} mode; {line} {question.setting.blame}",

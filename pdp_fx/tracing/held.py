@@ -142,7 +142,8 @@ def _reached(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
                 yield thing, content_of(thing)
             todo += [part for _, _, part in children(thing)]
         elif isinstance(thing, tuple):
-            todo += thing
+            # A subclass may refuse to say how long it is.
+            todo.extend(iter(tuple.__iter__(thing)))
         elif _is_state(thing):
             held = attributes(thing)
             yield thing, held

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from pdp_fx.tracing.objects import Held
@@ -40,6 +41,9 @@ def structure_of(value: Value, example: Any, numbers: bool, around: frozenset[in
         return []
     if isinstance(example, (*BASE_TYPES, slice)):
         return [(Expr(operator.eq, (value, example)), True)]
+    if isinstance(example, np.ndarray):
+        # Its comparison gives an array, which has no truth.
+        return [(Expr(operator.eq, (Expr("tolist", (value,)), example.tolist())), True)]
     if is_opaque(example) or _has_odd_keys(example):
         return [(Expr(operator.eq, (value, Expr(Held(example), ()))), True)]
     if id(example) in around:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from pdp_fx.tracing.arguments import leaves
@@ -26,7 +27,7 @@ RETURNED = "returned something else than when it was traced"
 
 
 def refuse_numbers(recorder: Recorder, step: Step, result: Any) -> None:
-    """Refuse numbers and texts in the result of a step that reads numbers: they would become constants.
+    """Refuse numbers, texts and arrays in the result of a step that reads numbers, which would be constants.
 
     Numbers that are no truth values are followed from now on instead, if they may be.
     """
@@ -41,6 +42,10 @@ def refuse_numbers(recorder: Recorder, step: Step, result: Any) -> None:
         where = f" (in its result at {place})" if place else ""
         raise UnrecordableError(
             f"gets a number from {step.called}{where} that may depend on numbers in a tensor"
+        )
+    if any(isinstance(leaf, np.ndarray) for leaf in found):
+        raise UnrecordableError(
+            f"gets an array from {step.called} whose numbers may depend on those in a tensor"
         )
     if isinstance(result, str):
         raise UnrecordableError(f"gets a text from {step.called} that may depend on numbers in a tensor")

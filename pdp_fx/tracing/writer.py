@@ -155,12 +155,12 @@ class Writer:
         return [node for node in self.graph.nodes if node.op == "placeholder"][-1]
 
     def _reach_after(self, node: fx.Node) -> None:
-        """Insert reads of parts after this node if it checks a container's length or an object's class.
+        """Insert what is read of an input, or a part of one, after this node if it checks what that is.
 
         Otherwise a missing part would be Python's error, without a word of why it is expected.
         """
         if node.target is torch._assert:
-            for asked in _asked_of_containers(node.args[0]):
+            for asked in _asked_of_what_is_given(node.args[0]):
                 self._tails[self._anchor(asked.all_input_nodes[0])] = node
 
     def flag(self, owner: str) -> fx.Node:
@@ -256,10 +256,11 @@ def nodes_in(args: Any) -> list[fx.Node]:
     return found
 
 
-def _asked_of_containers(condition: Any) -> list[fx.Node]:
-    """The nodes of a condition that ask for the length or keys of a container, or an object's class."""
+def _asked_of_what_is_given(condition: Any) -> list[fx.Node]:
+    """The nodes of a condition that ask for a container's length or keys, an object's class, or a tensor."""
     asked = condition.all_input_nodes if isinstance(condition, fx.Node) else []
-    return [node for node in asked if node.target in (operator.length_hint, list, sorted, type)]
+    kinds = (operator.length_hint, list, sorted, type, torch.is_tensor)
+    return [node for node in asked if node.target in kinds]
 
 
 def _hashable(arg: Any) -> Any:

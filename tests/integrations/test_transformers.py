@@ -116,6 +116,16 @@ def test_no_epoch_is_lost_or_counted_twice_whatever_checkpoint_is_resumed(tmp_pa
     assert pruned_counts(second) == pruned_counts(whole)
 
 
+def test_an_epoch_that_the_training_ends_in_counts_where_it_is_finished(tmp_path: Path) -> None:
+    whole, first, second = (prepared("epoch", 0.2) for _ in range(3))
+    train(whole, tmp_path / "whole", 3)
+    train(first, tmp_path / "parts", 3, save_strategy="epoch", max_steps=6)
+    assert int(state(first).counter) == 1
+    train(second, tmp_path / "parts", 3, resume=str(tmp_path / "parts/checkpoint-6"))
+    assert int(state(second).counter) == int(state(whole).counter) == 3
+    assert pruned_counts(second) == pruned_counts(whole)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_epoch_counts_once_however_its_batches_are_accumulated(tmp_path: Path, accumulate: int) -> None:
     model = prepared("epoch")

@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +229,31 @@ def test_nodes_are_told_their_shapes_and_groups() -> None:
     assert notes["relu"] == ((2, 4, 4, 4), "conv")
     assert notes["x"] == ((2, 3, 6, 6), "")
     assert len(listing(gm).splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("default", "key", "rule", "skipped"),
+    [
+        (Unstructured(0.5), "body.bn1", Unstructured(0.9), True),
+        (NM(2, 4), "fc", Channels(ratio=0.5), False),
+        (Unstructured(0.5), "body", Unstructured(0.9), None),
+        (Unstructured(0.5), "body.bn1", None, None),
+    ],
+)
+def test_an_override_that_prunes_nothing_is_told(
+    default: Any, key: str, rule: Any, skipped: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential()
+    body = nn.Sequential()
+    body.add_module("conv", nn.Conv2d(4, 8, 3, padding=1))
+    body.add_module("bn1", nn.BatchNorm2d(8))
+    model.add_module("body", body)
+    model.add_module("pool", nn.AdaptiveAvgPool2d(1))
+    model.add_module("flat", nn.Flatten())
+    model.add_module("fc", nn.Linear(8, 4))
+    _, ctx = prepare_until(model, at_once(default, {key: rule}), torch.randn(2, 4, 6, 6), "choose-targets")
+    warned = [record.getMessage() for record in caplog.records]
+    assert [f"of the override '{key}' prunes nothing" in text for text in warned] == [True] * (
+        skipped is not None
+    )
+    assert (key in dict(ctx.get(Plan).skipped)) == bool(skipped)

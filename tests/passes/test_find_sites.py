@@ -223,3 +223,31 @@ def test_a_weight_that_a_hook_of_a_layer_reads_is_not_masked(rule: Rule, hooked:
     assert kept.count_nonzero() == kept.numel()
     if isinstance(rule, Unstructured):
         assert "or a hook, reads it without calling its layer" in str(pdp_fx.explain(prepared))
+
+
+class LendsWeights(nn.Module):
+    """Calls a net with other weights than its own, several at once, as ensembles do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.weights = nn.Parameter(torch.randn(3, 2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def one(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(self.net, {"weight": weight}, (row,))
+
+        return torch.vmap(one, in_dims=(-2, 0), out_dims=-2)(x, self.weights)
+
+
+@pytest.mark.parametrize("rule", [Unstructured(0.5), Channels(ratio=0.5)])
+def test_a_layer_that_is_called_with_another_weight_is_not_masked(rule: Rule) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), LendsWeights()).double()
+    x = torch.randn(2, 3, 4).double()
+    prepared = pdp_fx.prepare(model, at_once(rule), x)
+    pdp_fx.step(prepared)
+    small = pdp_fx.convert(prepared)
+    torch.testing.assert_close(small(x), prepared.eval()(x), rtol=0, atol=1e-12)
+    assert small.get_parameter("3.net.weight").count_nonzero() == 8
+    if isinstance(rule, Unstructured):
+        assert "or calls it with another tensor" in str(pdp_fx.explain(prepared))

@@ -561,3 +561,35 @@ def test_numbers_of_axes_are_those_of_the_example_where_the_model_asks(
     gm = exact(OneOrMany(rank), torch.randn(shape))
     with pytest.raises(AssertionError, match=rf"asks how many axes a tensor has, and x has {len(shape)}"):
         gm(torch.randn(other))
+
+
+class SizesOfTargets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        return x if y is None else x + self.second(y).sum(1, keepdim=True) / y.shape[1]
+
+
+def test_that_a_tensor_is_missing_is_told_before_its_size_is_read() -> None:
+    x = torch.randn(2, 8)
+    gm = trace(SizesOfTargets(), (x, x))
+    with pytest.raises(AssertionError, match="traced with y=a tensor"):
+        gm(x)
+    padded = {"src": torch.randn(2, 5, 8), "src_key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}
+    attention = trace(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), padded)
+    with pytest.raises(AssertionError, match="traced with src_key_padding_mask=a tensor"):
+        attention(padded["src"])
+
+
+class Irrep(tuple[int, int]):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_that_does_not_say_how_long_it_is_may_be_held() -> None:
+    model = nn.Sequential(nn.Linear(4, 8))
+    model.kind = cast(Any, Irrep((1, -1)))
+    exact(model, torch.randn(2, 4))

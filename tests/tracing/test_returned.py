@@ -243,3 +243,59 @@ def test_an_input_that_says_nothing_in_the_example_is_not_left_out() -> None:
     assert torch.equal(gm.eval()(x, weights), model.eval()(x, weights))
     with pytest.raises(AssertionError, match="weights"):
         gm(x)
+
+
+def periods(x: Tensor) -> Any:
+    _, strongest = x.abs().mean((0, 2))[1:].topk(2)
+    return x.shape[1] // (strongest + 1).numpy()
+
+
+class ByArray(nn.Module):
+    """Decides by an array of numbers that code gives back which is not looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, made = periods(x.detach()), torch.zeros(())
+        for period in found:
+            rows = x[:, :-1] if x.shape[1] % period else x
+            made = made + self.narrow(self.wide(rows).relu()).mean(1)
+        return made
+
+
+def test_arrays_that_depend_on_data_keep_the_part_whole() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), ByArray()).double(), torch.randn(2, 6, 4, dtype=torch.float64)
+    gm = trace(model, x)
+    why = "gets an array from periods whose numbers may depend on those in a tensor"
+    assert opaque(gm)["1"].startswith(why)
+    for seed in range(8):
+        other = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(gm(other), model(other), rtol=0, atol=0)
+
+
+class ArrayOfSizes(nn.Module):
+    """Goes by an array that code gives back which is not looked into, and which no numbers change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for times in steps_of(x):
+            x = self.layer(x) * float(times)
+        return x
+
+
+def steps_of(x: Tensor) -> Any:
+    if x.isnan().any():
+        raise ValueError("NaN")
+    return np.arange(1, 4)
+
+
+def test_arrays_that_are_always_the_same_are_checked() -> None:
+    model, x = nn.Sequential(ArrayOfSizes()).double(), torch.randn(2, 8, dtype=torch.float64)
+    gm = trace(model, x)
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)

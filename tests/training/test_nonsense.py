@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, SpecError, StateError, Unstructured
+from pdp_fx.schedule import Unit
 from pdp_fx.spec import Allocation, Rule
 from tests.training.nets import RAMP, RULES, batch, prepared, pruned_counts, sgd, state, training_step
 
@@ -242,6 +243,18 @@ def test_a_masked_layer_that_was_changed_after_prepare_is_refused(
     change(trained)
     with pytest.raises(StateError, match=r"inner.*after prepare|inner.*do that before prepare"):
         pdp_fx.convert(trained)
+
+
+@pytest.mark.parametrize(("per", "steps"), [("epoch", 1), ("step", 96)])
+def test_a_layer_that_was_changed_in_the_ramp_is_refused_before_it_ends(per: Unit, steps: int) -> None:
+    model = prepared(RULES["unstructured"], Schedule(1, 0.001, per))
+    for _ in range(5):
+        pdp_fx.step(model)
+    _prune(model)
+    for _ in range(steps - 1):
+        pdp_fx.step(model)
+    with pytest.raises(StateError, match=r"inner.*do that before prepare"):
+        pdp_fx.step(model)
 
 
 @pytest.mark.parametrize("change", [_replace_norm, _normalise_head, nn.SyncBatchNorm.convert_sync_batchnorm])
