@@ -125,7 +125,8 @@ def plain_parts(value: Value, example: Any, ordered: bool, around: frozenset[int
         facts = [(Expr(type, (value,)), Expr(Held(type(example)), ())), *facts]
     if isinstance(example, list | tuple | Mapping):
         facts = [length_of(value, example), *facts]
-    if isinstance(example, Mapping) and all(isinstance(key, str) for key in example):
+    plain = BASE_TYPES if ordered else str
+    if isinstance(example, Mapping) and all(isinstance(key, plain) for key in example):
         keys = list if ordered else sorted
         facts = [(Expr(keys, (value,)), keys(example)), *facts[1:]]
     return facts

@@ -143,7 +143,7 @@ def _reached(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
             todo += [part for _, _, part in children(thing)]
         elif isinstance(thing, tuple):
             # A subclass may refuse to say how long it is.
-            todo.extend(iter(tuple.__iter__(thing)))
+            todo.extend(tuple.__iter__(thing))
         elif _is_state(thing):
             held = attributes(thing)
             yield thing, held

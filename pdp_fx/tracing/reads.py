@@ -21,7 +21,7 @@ from pdp_fx.tracing.selecting import asks_any
 from pdp_fx.tracing.settings import HELD, is_users_question, note_asked_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import LiveShape, plain
-from pdp_fx.tracing.skipping import reads
+from pdp_fx.tracing.skipping import is_drawn, reads
 from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import (
     TRUTH,
@@ -295,7 +295,12 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
         some = None if asked is None else recorder.selected(asked[0], asked[2])
         if asked is not None and some is not None:
             return asked[1] == some
-        raise NumberReadError(reads(value, "branches on the numbers in a tensor"), truth)
+        kind = (
+            "random numbers, in a way that cannot be followed"
+            if is_drawn(value)
+            else "the numbers in a tensor"
+        )
+        raise NumberReadError(reads(value, f"branches on {kind}"), truth)
     check(recorder, tensor if truth else recorder.function(torch.logical_not, (tensor,), {}))
     return truth
 

@@ -77,6 +77,13 @@ def test_any_other_model_takes_every_order(way: Any, width: int) -> None:
     torch.testing.assert_close(gm(turned), model(turned))
 
 
+def test_keys_may_be_numbers() -> None:
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    gm = trace(Walks(joins, 6), ({4: a, 7: b},))
+    with pytest.raises(AssertionError, match=r"traced with list\(given\)=\[4, 7\]"):
+        gm({7: b, 4: a})
+
+
 def test_a_converted_model_insists_on_the_order_too() -> None:
     example, turned = dicts()
     spec = PruneSpec(Channels(0.5), schedule=Schedule(start=0, epsilon=1.0))
