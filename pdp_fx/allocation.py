@@ -140,10 +140,13 @@ def reach_macs(
     dense: float,
     reduction: float,
 ) -> list[int]:
-    """The fewest pruned channels that save ``reduction`` of the multiply-accumulates, by bisection.
+    """Pruned channels that save ``reduction`` of the multiply-accumulates, by bisection.
+
+    They are the fewest where more pruned channels always save more. Limits of groups that grow with the total
+    may shift channels from one group to another, so that a few more go than would do.
 
     Args:
-        counts_at: the pruned channels of all groups for a total from 0 to ``top``; it must not decrease.
+        counts_at: the pruned channels of all groups for a total from 0 to ``top``.
         top: the largest total.
         macs: the multiply-accumulates for given counts.
         dense: the multiply-accumulates of the dense model.
