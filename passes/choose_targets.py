@@ -105,14 +105,15 @@ def _without_effect(
         pruned: the parameters that are pruned.
         told: the parameters and modules that it is said of why they are not.
     """
-    owners: dict[str, set[str]] = {}
-    for parameter, by_owner in asked.items():
+    overrides = ctx.spec.overrides
+    owners: dict[str, set[str]] = {key_text(key): set() for key, rule in overrides if rule is not None}
+    for parameter, by_owner in asked.items() if owners else ():
         for owner in by_owner:
-            found = winner(ctx.spec.overrides, owner, type(ctx.modules[owner]))
-            owners.setdefault(key_text(found[0]) if found else "", set()).update((parameter, owner))
-    for key, rule in ctx.spec.overrides:
-        mine = owners.get(key_text(key), set())
-        if rule is None or not mine.isdisjoint(pruned):
+            found = winner(overrides, owner, type(ctx.modules[owner]))
+            if found is not None and found[1] is not None:
+                owners[key_text(found[0])].update((parameter, owner))
+    for key, rule in overrides:
+        if rule is None or not (mine := owners[key_text(key)]).isdisjoint(pruned):
             continue
         _log.warning("the rule %s of the override %r prunes nothing", rule_text(rule), key_text(key))
         if mine.isdisjoint(told):

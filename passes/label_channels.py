@@ -15,7 +15,7 @@ from pdp_fx.channels.elsewhere import heed_other_sizes
 from pdp_fx.channels.record import Record
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import fresh, trial
-from pdp_fx.held_hooks import NONE, Held
+from pdp_fx.held_hooks import NONE_HELD, Held
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.spec import PruneSpec
 from pdp_fx.tracing.examples import ExampleCall, Inputs
@@ -72,7 +72,11 @@ class LabelChannels(Pass):
 
 
 def _observed(
-    sites: Sites, gm: fx.GraphModule, inputs: Inputs, inner: frozenset[str] = frozenset(), held: Held = NONE
+    sites: Sites,
+    gm: fx.GraphModule,
+    inputs: Inputs,
+    inner: frozenset[str] = frozenset(),
+    held: Held = NONE_HELD,
 ) -> Observed:
     """`observe`, with what is known of the weights."""
     by_element, read_raw = sites.element_by_element, sites.read_raw
@@ -82,7 +86,7 @@ def _observed(
 def _channels(gm: fx.GraphModule, ctx: Context, inputs: Inputs) -> ChannelMap:
     sites, through_norms = ctx.get(Sites), ctx.spec.through_norms
 
-    held = ctx.find(Held) or NONE
+    held = ctx.find(Held) or NONE_HELD
 
     def observed(call: Inputs, inner: frozenset[str] = frozenset()) -> Record:
         with trial(gm):

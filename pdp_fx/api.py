@@ -20,7 +20,7 @@ from pdp_fx.example_inputs import normalised
 from pdp_fx.field_checks import described, refuse_uncallable
 from pdp_fx.fingerprint import fingerprint, tables
 from pdp_fx.granularity import NM, Channels, Unstructured, rule_text
-from pdp_fx.held_hooks import NONE, Held, at_its_end, layers_to_hold
+from pdp_fx.held_hooks import NONE_HELD, Held, at_its_end, layers_to_hold
 from pdp_fx.mac_model import mac_model
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.finite import all_finite
@@ -133,7 +133,7 @@ def _layers_to_hold(gm: fx.GraphModule, model: nn.Module, spec: PruneSpec, input
             pruner.step(tried)
             proved(tried, None, CONVERT)
 
-    return NONE if inputs is None else layers_to_hold(gm, spec, goes)
+    return NONE_HELD if inputs is None else layers_to_hold(gm, spec, goes)
 
 
 def step(model: nn.Module) -> None:

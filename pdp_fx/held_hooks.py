@@ -34,7 +34,7 @@ class Held:
     inputs: bool = False
 
 
-NONE = Held()
+NONE_HELD = Held()
 
 
 def layers_to_hold(gm: fx.GraphModule, spec: PruneSpec, goes: Callable[[Held], None]) -> Held:
@@ -58,9 +58,9 @@ def layers_to_hold(gm: fx.GraphModule, spec: PruneSpec, goes: Callable[[Held], N
             return False
         return True
 
-    if not hooked or works(NONE):
-        return NONE
-    held = next((each for each in (Held(hooked), Held(hooked, inputs=True)) if works(each)), NONE)
+    if not hooked or works(NONE_HELD):
+        return NONE_HELD
+    held = next((each for each in (Held(hooked), Held(hooked, inputs=True)) if works(each)), NONE_HELD)
     for layer in sorted(held.layers) if len(held.layers) <= MOST_ALONE else ():
         fewer = replace(held, layers=held.layers - {layer})
         held = fewer if works(fewer) else held

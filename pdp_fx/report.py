@@ -176,11 +176,10 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
     for _, mask in pruner.mask_items():
         for name in mask.parameters_read:
             masks.setdefault(name, []).append(mask)
-    rows, soft = list[Row](), dict[MaskPolicy, float]()
+    rows: list[Row] = []
     with torch.no_grad(), gathered(*pruner.masks.values()):
         gone = gone_classes(gm, pruner)
-        for _, mask in pruner.mask_items():
-            soft[mask] = _soft_share(mask, parameters_of(gm, mask))
+        soft = {mask: _soft_share(mask, parameters_of(gm, mask)) for _, mask in pruner.mask_items()}
         for name in pruner.weights:
             weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
             left = _without(_hardened(gm, weight, mine), name, gone, pruner.channels)

@@ -175,7 +175,12 @@ def _trace_until_nothing_lasts(
             continue
         missed = asked_for(gm, model, example, findings) - findings.asked_for
         alike = not findings.apart and goes_by_same_inputs(gm, model, example)
-        ordered = not findings.ordered and goes_by_order(gm, model, example)
+        ordered = goes_by_order(gm, model, example)
+        if ordered and findings.ordered:
+            raise TraceError(
+                f"{type(model).__name__} goes by the order of keys of a dict among its inputs that a graph "
+                "cannot hold; use texts or numbers as keys"
+            )
         if not alike and not ordered and not missed:
             return gm
         findings = findings.once_more(

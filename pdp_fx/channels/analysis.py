@@ -43,7 +43,7 @@ from pdp_fx.channels.rules_pointwise import is_pointwise, pointwise
 from pdp_fx.channels.running import run
 from pdp_fx.channels.streams import streams
 from pdp_fx.channels.varying import note_varying
-from pdp_fx.held_hooks import NONE, Held
+from pdp_fx.held_hooks import NONE_HELD, Held
 from pdp_fx.ops.kinds import kind_of
 from pdp_fx.ops.masked_norm import MASKED
 from pdp_fx.raw_reads import READS_RAW
@@ -71,7 +71,7 @@ RETURNED = "the model returns these channels"
 TOGETHER = "all of these channels go together, and some must stay"
 SINGLE = "no other channel is made and read by the same layers, and one of such must stay"
 HOOKED = "a hook of this layer fails, or computes something else, once channels are gone"
-WITHOUT = "write the hook without the number of channels and their places"
+HOOKED_REMEDY = "write the hook without the number of channels and their places"
 UNUSED = "the model cuts these rows off and never uses them"
 
 
@@ -122,7 +122,7 @@ def observe(
     inner: frozenset[str] = frozenset(),
     element_by_element: Collection[str] = (),
     read_raw: Collection[str] = (),
-    held: Held = NONE,
+    held: Held = NONE_HELD,
 ) -> Observed:
     """Run ``gm`` on ``inputs`` once, in eval mode, and record what happens to the labels.
 
@@ -158,7 +158,7 @@ def observe(
                 flow.freeze_all([gm.get_parameter(name)], READS_RAW.format(name))
         if node.target in held.layers:
             weights = gm.get_submodule(str(node.target)).parameters(recurse=False) if held.inputs else ()
-            flow.freeze_all([*tensors(result), *weights], HOOKED, WITHOUT)
+            flow.freeze_all([*tensors(result), *weights], HOOKED, HOOKED_REMEDY)
         if node.op == "output":
             _keep_returned(flow, result)
 

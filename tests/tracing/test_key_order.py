@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import pdp_fx
 from pdp_fx import Channels, PruneSpec, Schedule
+from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 
 
@@ -82,6 +83,14 @@ def test_keys_may_be_numbers() -> None:
     gm = trace(Walks(joins, 6), ({4: a, 7: b},))
     with pytest.raises(AssertionError, match=r"traced with list\(given\)=\[4, 7\]"):
         gm({7: b, 4: a})
+
+
+def test_keys_that_a_graph_cannot_hold_are_refused() -> None:
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    with pytest.raises(TraceError, match="goes by the order of keys of a dict among its inputs that a graph"):
+        trace(Walks(joins, 6), ({("a", 1): a, ("b", 2): b},))
+    gm = trace(Walks(adds_up, 3), ({("a", 1): a, ("b", 2): b},))
+    torch.testing.assert_close(gm({("b", 2): b, ("a", 1): a}), gm({("a", 1): a, ("b", 2): b}))
 
 
 def test_a_converted_model_insists_on_the_order_too() -> None:
