@@ -42,7 +42,7 @@ from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.hooks import warn_of_hooks
 from pdp_fx.tracing.idle import noticing_idle
 from pdp_fx.tracing.inputs import with_default_numbers
-from pdp_fx.tracing.key_order import goes_by_order
+from pdp_fx.tracing.key_order import goes_by_keywords, goes_by_order
 from pdp_fx.tracing.leaves import COMPOSITES, has_backward_hooks
 from pdp_fx.tracing.left_out import asked_for, not_needed_in_eval
 from pdp_fx.tracing.module import taken_name
@@ -182,6 +182,12 @@ def _trace_until_nothing_lasts(
                 "cannot hold; use texts or numbers as keys"
             )
         if not alike and not ordered and not missed:
+            if goes_by_keywords(gm, model, example):
+                raise TraceError(
+                    f"{type(model).__name__} goes by the order of the keyword arguments that it takes as "
+                    f"**kwargs ({line_of(type(model).forward)}), which a graph does not see; name them, or "
+                    "take them as a dict"
+                )
             return gm
         findings = findings.once_more(
             apart=findings.apart or alike,

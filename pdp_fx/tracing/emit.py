@@ -20,7 +20,7 @@ from pdp_fx.tracing.functions import kept_alive
 from pdp_fx.tracing.recomputing import RECOMPUTED
 from pdp_fx.tracing.selecting import IDLE, SELECTS
 from pdp_fx.tracing.skipping import kept_unless
-from pdp_fx.tracing.steps import Attribute, Constant, Expr, Scope, Step, Whole, root
+from pdp_fx.tracing.steps import Attribute, Constant, Expr, Scope, Step, Whole, parts_of, root
 from pdp_fx.tracing.writer import Gate, Writer, nodes_in
 
 
@@ -47,14 +47,14 @@ def write_graph(
 
 
 class _Merge:
-    """The graph so far, and the node of each step."""
+    """The graph so far, and the node of each step and expression."""
 
     def __init__(self, writer: Writer, alignment: Alignment, gate_all: bool) -> None:
         self.writer = writer
         self.recordings = (alignment.in_eval, alignment.in_train)
         self.alignment = alignment
         self.gate_all = gate_all
-        self._nodes: dict[tuple[bool, Step], fx.Node] = {}
+        self._nodes: dict[tuple[bool, Step | Expr], fx.Node] = {}
         # Expressions are nested; a number as the key of each keeps every one from being taken apart twice.
         self._keys: dict[Expr, int] = {}
         self._numbers: dict[Any, int] = {}
@@ -78,17 +78,8 @@ class _Merge:
     def _expressions(self, training: bool) -> set[Any]:
         """The keys of all expressions that steps of one mode use."""
         recording = self.recordings[training]
-        found: set[Any] = set()
-        for tree in (*((step.args, step.kwargs) for step in recording.steps), recording.output):
-            for value in all_values(tree):
-                self._collect(value, found)
-        return found
-
-    def _collect(self, value: Any, found: set[Any]) -> None:
-        if isinstance(value, Expr):
-            found.add(self._key(value))
-            for part in all_values((value.args, value.kwargs)):
-                self._collect(part, found)
+        used = [(step.args, step.kwargs) for step in recording.steps], recording.output
+        return {self._key(part) for part in parts_of(used) if isinstance(part, Expr)}
 
     def _key(self, value: Any) -> Any:
         """A key that expressions of the two modes share if they compute the same from paired steps."""
@@ -194,11 +185,17 @@ class _Merge:
         if isinstance(tree, Constant):
             return self.writer.constant(tree.tensor)
         if isinstance(tree, Expr):
-            args, kwargs = self._lower(tree.args, training), self._lower(tree.kwargs, training)
-            return self.writer.expression(tree.call, args, kwargs, self._gate_of_expression(tree, training))
+            return self._lower_expression(tree, training)
         if isinstance(tree, slice):
             return slice(*(self._lower(part, training) for part in (tree.start, tree.stop, tree.step)))
         return self._lower_container(tree, training)
+
+    def _lower_expression(self, value: Expr, training: bool) -> fx.Node:
+        if (training, value) not in self._nodes:
+            args, kwargs = self._lower(value.args, training), self._lower(value.kwargs, training)
+            gate = self._gate_of_expression(value, training)
+            self._nodes[training, value] = self.writer.expression(value.call, args, kwargs, gate)
+        return self._nodes[training, value]
 
     def _lower_container(self, tree: Any, training: bool) -> Any:
         if isinstance(tree, tuple):

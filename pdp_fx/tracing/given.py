@@ -7,11 +7,10 @@ from typing import Any, cast
 
 import torch
 
-from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.examples import ExampleCall, is_batch
 from pdp_fx.tracing.objects import Held
 from pdp_fx.tracing.shapes import Facts, check_step, length_of, reached
-from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Scope, Step, Value
+from pdp_fx.tracing.steps import CHECKS, Expr, Recording, Scope, Step, Value, identity, parts_of
 from pdp_fx.tracing.structure import (
     BASE_TYPES,
     as_base,
@@ -54,17 +53,16 @@ class Uses:
         return place_of(value) in self.used
 
     def _note(self, tree: Any) -> None:
-        for value in all_values(tree):
+        for value in parts_of(tree):
             self.used.add(place_of(value))
-            if isinstance(value, Expr):
-                self._note((value.args, value.kwargs))
-                self.needed |= {place_of(value.args[0])} if isinstance(value.call, str) else set()
+            if isinstance(value, Expr) and isinstance(value.call, str):
+                self.needed.add(place_of(value.args[0]))
 
 
 def place_of(value: Any) -> Hashable:
     """A key for an input or a part of an input; None for any other value."""
     if isinstance(value, Expr) and value.call in (operator.getitem, getattr):
-        return place_of(value.args[0]), repr(value.args[1])
+        return place_of(value.args[0]), identity(value.args[1])
     return value if isinstance(value, Step) else None
 
 

@@ -16,7 +16,7 @@ from pdp_fx.tracing.align import kind_of_step
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.selecting import LOOKS
 from pdp_fx.tracing.skipping import differences
-from pdp_fx.tracing.steps import CHECKS, Recording, Step, with_parts
+from pdp_fx.tracing.steps import CHECKS, Recording, Step, with_steps
 
 
 def is_as_without(full: Recording, other: Recording, number: int) -> bool:
@@ -54,9 +54,12 @@ class _Known:
 
     def resolved(self, value: Any) -> Any:
         """The value that a value is the same as, also inside a structure."""
-        while isinstance(value, Step) and value in self._same:
-            value = self._same[value]
-        return value if isinstance(value, Step) else with_parts(self.resolved, value)
+        return with_steps(self._resolved, value)
+
+    def _resolved(self, step: Step) -> Step:
+        while step in self._same:
+            step = self._same[step]
+        return step
 
     def number(self, value: Any) -> float | None:
         """The finite number that all elements of a value are, if that is known."""

@@ -4,8 +4,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from pdp_fx.tracing.arguments import all_values
-from pdp_fx.tracing.steps import Expr, How, Step
+from pdp_fx.tracing.objects import Build, Fill
+from pdp_fx.tracing.steps import Expr, How, Step, parts_of
 
 
 class Parts:
@@ -37,7 +37,7 @@ class Parts:
 
     def returned(self, tree: Any) -> Any:
         """What the model returns, encoded, with whole lists of parts in the place of the parts one by one."""
-        if isinstance(tree, Expr) and tree.call is not operator.getitem:
+        if isinstance(tree, Expr) and isinstance(tree.call, type | Build | Fill):
             return Expr(tree.call, tuple(map(self.returned, tree.args)), self.returned(tree.kwargs))
         if isinstance(tree, dict):
             return {key: self.returned(part) for key, part in tree.items()}
@@ -71,10 +71,5 @@ def _is_part(value: Any, made: Step, index: int) -> bool:
 
 def _taken_apart(tree: Any) -> set[Step]:
     """The steps of which single parts are used."""
-    found: set[Step] = set()
-    for value in all_values(tree):
-        if isinstance(value, Expr):
-            made = value.args[0] if value.call is operator.getitem and value.args else None
-            found |= {made} if isinstance(made, Step) else set()
-            found |= _taken_apart((value.args, value.kwargs))
-    return found
+    items = (part for part in parts_of(tree) if isinstance(part, Expr) and part.call is operator.getitem)
+    return {item.args[0] for item in items if isinstance(item.args[0], Step)}

@@ -32,8 +32,9 @@ from pdp_fx.tracing.steps import (
     Value,
     identity,
     is_data,
+    parts_of,
     root,
-    with_parts,
+    with_steps,
 )
 
 _log = logging.getLogger(__name__)
@@ -121,10 +122,9 @@ def _taken_in_full(base: Recording, other: Recording, in_eval: Recording | None)
 
 def is_drawn(value: Any) -> bool:
     """Whether a value is a tensor computed from random numbers, and from no inputs, parameters or buffers."""
-    if not isinstance(value, Step) or value.reason or value.op not in ("call_function", "call_method"):
-        return False
-    data = [part for part in all_values((value.args, value.kwargs)) if is_data(part) and not _asks_kind(part)]
-    return (value.random or bool(data)) and all(map(is_drawn, data))
+    return all(
+        _is_looked_into(part) and (part.random or _data_of(part)) for part in _computed_from(value, _data_of)
+    )
 
 
 def reads(value: Any, what: str) -> str:
@@ -134,28 +134,44 @@ def reads(value: Any, what: str) -> str:
         value: what is read; of numbers from outside torch the drawing is what is to be told.
         what: what the model does with any other.
     """
-    return DRAWS_OUTSIDE if is_drawn(value) and _is_from_outside(value) else what
-
-
-def _is_from_outside(value: Any) -> bool:
-    parts = all_values((value.args, value.kwargs)) if isinstance(value, Step) else ()
-    return isinstance(getattr(value, "target", None), DrawNumber) or any(map(_is_from_outside, parts))
+    drawn = is_drawn(value) and any(
+        isinstance(part, Step) and isinstance(part.target, DrawNumber)
+        for part in _computed_from(value, _data_of)
+    )
+    return DRAWS_OUTSIDE if drawn else what
 
 
 def asks_finite(value: Any) -> bool:
     """Whether a value says of tensors, all together, whether their numbers are finite."""
-    if not isinstance(value, Step) or value.reason or value.op not in ("call_function", "call_method"):
-        return False
-    data = [part for part in all_values((value.args, value.kwargs)) if is_data(part)]
-    return value.called in _ASKS or (value.called in _COMBINES and bool(data) and all(map(asks_finite, data)))
+    return all(
+        _is_looked_into(part) and (part.called in _ASKS or (part.called in _COMBINES and _data_of(part)))
+        for part in _computed_from(value, _combined)
+    )
 
 
-def _note_asking(value: Any) -> None:
-    """Note of the steps that find whether numbers are finite that they serve a repair."""
-    if asks_finite(value):
-        value.repairs = True
-        for part in all_values((value.args, value.kwargs)):
-            _note_asking(part)
+def _combined(step: Step) -> list[Any]:
+    return [] if step.called in _ASKS else _data_of(step)
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Whether a value is a step that calls no module and nothing that is kept whole."""
+    return isinstance(value, Step) and not value.reason and value.op in ("call_function", "call_method")
+
+
+def _data_of(step: Step) -> list[Any]:
+    """What a step is given that depends on numbers in tensors."""
+    return [part for part in all_values((step.args, step.kwargs)) if is_data(part)]
+
+
+def _computed_from(value: Any, of: Callable[[Step], list[Any]]) -> Iterator[Any]:
+    """A value, and what the steps behind it are computed from, each once."""
+    left, seen = [value], set[int]()
+    while left:
+        part = left.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            left += of(part) if isinstance(part, Step) else ()
 
 
 _ASKS = frozenset({"isfinite", "isinf", "isnan"})
@@ -163,11 +179,6 @@ _COMBINES = frozenset({
     "all", "any", "logical_not", "logical_or", "logical_and", "bitwise_or", "bitwise_and", "bitwise_not",
     "or_", "and_", "invert", "__or__", "__and__", "__invert__", "max",
 })  # fmt: skip
-
-
-def _asks_kind(value: Any) -> bool:
-    """Whether a value is the device or the dtype of a tensor."""
-    return isinstance(value, Expr) and value.call is getattr and value.args[1] in ("device", "dtype")
 
 
 def chooses_alike(alignment: Alignment) -> bool:
@@ -314,7 +325,8 @@ class _Merge:
             choice.observed = region.has_effects
         self._region_of |= dict.fromkeys(region.steps, region)
         if repairs:
-            _note_asking(region.draw.value)
+            for step in _computed_from(region.draw.value, _combined):
+                step.repairs = True
 
     def _check(self, turn: frozenset[int], other: Recording) -> None:
         """Check that a recording which takes the other way at some numbers does what the choices say."""
@@ -344,11 +356,13 @@ class _Merge:
 
     def _chosen(self, tree: Any, turn: frozenset[int]) -> Any:
         """Arguments as they are if the branches on these numbers leave their steps out."""
-        if isinstance(tree, Step):
-            region = self._region_of.get(tree) if self._is_left_out(tree, turn) else None
-            choice = None if region is None else region.choices.get(tree)
-            return tree if choice is None else self._chosen(choice.args[1], turn)
-        return with_parts(lambda part: self._chosen(part, turn), tree)
+
+        def chosen(step: Step) -> Any:
+            region = self._region_of.get(step) if self._is_left_out(step, turn) else None
+            choice = None if region is None else region.choices.get(step)
+            return step if choice is None else self._chosen(choice.args[1], turn)
+
+        return with_steps(chosen, tree)
 
     def _paired(self, turn: frozenset[int], other: Recording) -> dict[Step, Step]:
         """The steps of another recording with their counterparts; those without are put into regions."""
@@ -463,10 +477,12 @@ class _Merge:
 
     def _replaced(self, tree: Any, own: _Region | None) -> Any:
         """Arguments in which choices stand for what they choose."""
-        if isinstance(tree, Step):
-            region = self._region_of.get(tree)
-            return tree if region is None or region is own else region.choices.get(tree, tree)
-        return with_parts(lambda part: self._replaced(part, own), tree)
+
+        def choice(step: Step) -> Step:
+            region = self._region_of.get(step)
+            return step if region is None or region is own else region.choices.get(step, step)
+
+        return with_steps(choice, tree)
 
 
 def _kinds(steps: Sequence[Step]) -> list[Hashable]:
@@ -492,17 +508,22 @@ def _matched(full: list[Step], others: list[Step]) -> Iterator[tuple[Step | None
 
 def differences(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> Iterator[tuple[Any, Any]]:
     """The innermost parts in which arguments differ from those of another recording."""
-    if isinstance(mine, Expr) and isinstance(theirs, Expr) and mine.call == theirs.call:
-        mine, theirs = (mine.args, mine.kwargs), (theirs.args, theirs.kwargs)
-    if isinstance(mine, slice) and isinstance(theirs, slice):
-        mine, theirs = (mine.start, mine.stop, mine.step), (theirs.start, theirs.stop, theirs.step)
-    if isinstance(mine, dict) and isinstance(theirs, dict) and list(mine) == list(theirs):
-        mine, theirs = list(mine.values()), list(theirs.values())
-    if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list) and len(mine) == len(theirs):
-        for one, other in zip(mine, theirs, strict=True):
-            yield from differences(one, other, pairs)
-    elif not _agree(mine, theirs, pairs):
-        yield mine, theirs
+    left, seen = [(mine, theirs)], set[tuple[int, int]]()
+    while left:
+        mine, theirs = left.pop()
+        if isinstance(mine, Expr) and isinstance(theirs, Expr) and mine.call == theirs.call:
+            if (id(mine), id(theirs)) in seen:
+                continue
+            seen.add((id(mine), id(theirs)))
+            mine, theirs = (mine.args, mine.kwargs), (theirs.args, theirs.kwargs)
+        if isinstance(mine, slice) and isinstance(theirs, slice):
+            mine, theirs = (mine.start, mine.stop, mine.step), (theirs.start, theirs.stop, theirs.step)
+        if isinstance(mine, dict) and isinstance(theirs, dict) and list(mine) == list(theirs):
+            mine, theirs = list(mine.values()), list(theirs.values())
+        if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list) and len(mine) == len(theirs):
+            left += reversed([*zip(mine, theirs, strict=True)])
+        elif not _agree(mine, theirs, pairs):
+            yield mine, theirs
 
 
 def _agree(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> bool:
@@ -519,19 +540,15 @@ def _agree(mine: Any, theirs: Any, pairs: Mapping[Step, Step]) -> bool:
 
 def _translated(value: Any, pairs: Mapping[Step, Step]) -> Any:
     """A value of another recording, made of the steps of the full one."""
-    if isinstance(value, Step):
-        if value not in pairs:
+
+    def counterpart(step: Step) -> Step:
+        if step not in pairs:
             raise _DiffersError("more differs than what is left out")
-        return pairs[value]
-    return with_parts(lambda part: _translated(part, pairs), value)
+        return pairs[step]
+
+    return with_steps(counterpart, value)
 
 
 def _steps_in(tree: Any) -> set[Step]:
     """The steps whose results a structure contains, or computes with."""
-    found = set[Step]()
-    for value in all_values(tree):
-        if isinstance(value, Step):
-            found.add(value)
-        elif isinstance(value, Expr):
-            found |= _steps_in((value.args, value.kwargs))
-    return found
+    return {part for part in parts_of(tree) if isinstance(part, Step)}

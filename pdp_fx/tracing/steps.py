@@ -8,11 +8,13 @@ differently.
 """
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -77,7 +79,7 @@ class How(Enum):
     MADE_PLAIN = "made a plain number"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Step:
     """One recorded call.
 
@@ -151,6 +153,10 @@ class Step:
         """The name of the target for messages."""
         return str(getattr(self.target, "__name__", self.target))
 
+    def __repr__(self) -> str:
+        # What it is given may be used many times over, and would be written each time.
+        return f"<{self.op} {self.called} at {self.source}>"
+
 
 @dataclass(frozen=True)
 class Attribute:
@@ -166,7 +172,7 @@ class Constant:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Expr:
     """A call without side effects: of a function, or, if `call` is a string, of that method of `args[0]`."""
 
@@ -174,6 +180,22 @@ class Expr:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    @cached_property
+    def identity(self) -> "_Identity":
+        """What it has in common with expressions that are the same computation of the same values."""
+        named = tuple((name, identity(arg)) for name, arg in self.kwargs.items())
+        form = self.call, tuple(map(identity, self.args)), named
+        return _IDENTITIES.setdefault(form, _Identity())
+
+    def __repr__(self) -> str:
+        return f"<expression {getattr(self.call, '__name__', self.call)}>"
+
+
+class _Identity:
+    """A computation; there is one of each, so that no two have to be compared part by part."""
+
+
+_IDENTITIES: WeakValueDictionary[Hashable, _Identity] = WeakValueDictionary()
 
 Value = Step | Attribute | Constant | Expr
 
@@ -353,32 +375,30 @@ LAYOUT = frozenset({"size", "dim", "numel", "stride", "storage_offset", "is_same
 
 def is_data(value: Any) -> bool:
     """Whether a value depends on numbers in inputs, parameters, buffers, or on random numbers."""
-    if isinstance(value, Step):
-        return value.data
-    if isinstance(value, Expr):
-        return any(is_data(arg) for arg in value.args) and not (value.call in LAYOUT or _is_unsized(value))
-    return isinstance(value, Attribute)
+    origins = _origins(value, lambda expression: not (_is_layout(expression) or _is_unsized(expression)))
+    return any(each.data if isinstance(each, Step) else isinstance(each, Attribute) for each in origins)
 
 
 def is_ragged(value: Any) -> bool:
     """Whether a value depends on sizes that depend on such numbers (`is_data`)."""
-    if isinstance(value, Step):
-        return value.ragged
-    return isinstance(value, Expr) and not _is_unsized(value) and any(is_ragged(arg) for arg in value.args)
+    origins = _origins(value, lambda expression: not _is_unsized(expression))
+    return any(isinstance(each, Step) and each.ragged for each in origins)
 
 
 def is_read(value: Any) -> bool:
     """Whether a value is a number that the model reads from a tensor of data, or computed from one."""
-    if isinstance(value, Step):
-        return value.called == "item" and value.sized
-    return isinstance(value, Expr) and value.call not in LAYOUT and any(map(is_read, value.args))
+    origins = _origins(value, lambda expression: not _is_layout(expression))
+    return any(isinstance(each, Step) and each.called == "item" and each.sized for each in origins)
 
 
 def is_returned(value: Any) -> bool:
     """Whether a value is a number that code has returned which is not looked into, or computed from one."""
-    if isinstance(value, Step):
-        return value.returned
-    return isinstance(value, Expr) and value.call not in LAYOUT and any(map(is_returned, value.args))
+    origins = _origins(value, lambda expression: not _is_layout(expression))
+    return any(isinstance(each, Step) and each.returned for each in origins)
+
+
+def _is_layout(value: Expr) -> bool:
+    return value.call in LAYOUT
 
 
 def _is_unsized(value: Expr) -> bool:
@@ -392,9 +412,7 @@ _UNSIZED = ("device", "dtype", "layout", "ndim", "requires_grad")
 
 def varies(value: Any) -> bool:
     """Whether a value depends on inputs, be it on their sizes only."""
-    if isinstance(value, Step):
-        return value.varies
-    return isinstance(value, Expr) and any(varies(arg) for arg in value.args)
+    return any(isinstance(each, Step) and each.varies for each in _origins(value))
 
 
 def is_input(value: Any) -> bool:
@@ -406,9 +424,40 @@ def is_input(value: Any) -> bool:
 
 def is_given(value: Any) -> bool:
     """Whether a value is a number that is an input of the model, or computed from one."""
-    if isinstance(value, Step):
-        return value.op == "placeholder" and not value.data
-    return isinstance(value, Expr) and any(map(is_given, value.args))
+    origins = _origins(value)
+    return any(isinstance(each, Step) and each.op == "placeholder" and not each.data for each in origins)
+
+
+def parts_of(tree: Any, into: Callable[[Expr], bool] = lambda _: True) -> Iterator[Any]:
+    """All values and other leaves of a structure, and of the expressions in it, each expression once.
+
+    Args:
+        tree: the structure.
+        into: whether to take an expression apart.
+    """
+    left, seen = [tree], set[int]()
+    while left:
+        part = left.pop()
+        if isinstance(part, list | tuple):
+            left += part
+        elif isinstance(part, dict):
+            left += part.values()
+        elif isinstance(part, slice):
+            left += part.start, part.stop, part.step
+        elif not isinstance(part, Expr):
+            yield part
+        elif id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            if into(part):
+                left += part.args, part.kwargs
+
+
+def _origins(value: Any, into: Callable[[Expr], bool] = lambda _: True) -> Iterable[Any]:
+    """What a value is computed from: itself, or the leaves of an expression."""
+    if not isinstance(value, Expr):
+        return (value,)
+    return (part for part in parts_of(value, into) if not isinstance(part, Expr))
 
 
 def selectors(value: Any) -> Iterator[Attribute]:
@@ -430,22 +479,34 @@ def selectors(value: Any) -> Iterator[Attribute]:
 
 
 def identity(value: Any) -> Hashable:
-    """A key that two expressions share if they are the same computation of the same values."""
+    """A key that two values share if they are the same, or the same computation of the same values."""
     if isinstance(value, Expr):
-        named = tuple((name, identity(arg)) for name, arg in value.kwargs.items())
-        return value.call, tuple(map(identity, value.args)), named
+        return value.identity
+    if isinstance(value, dict):
+        return tuple((key, identity(part)) for key, part in value.items())
+    if isinstance(value, slice):
+        value = value.start, value.stop, value.step
     return tuple(map(identity, value)) if isinstance(value, list | tuple) else value
 
 
-def with_parts(change: Callable[[Any], Any], tree: Any) -> Any:
-    """A structure or an expression with each part changed; anything else as it is."""
-    if isinstance(tree, Expr):
-        return Expr(tree.call, tuple(map(change, tree.args)), {k: change(v) for k, v in tree.kwargs.items()})
-    if isinstance(tree, slice):
-        return slice(change(tree.start), change(tree.stop), change(tree.step))
-    if isinstance(tree, dict):
-        return {key: change(part) for key, part in tree.items()}
-    return type(tree)(map(change, tree)) if type(tree) in (tuple, list) else tree
+def with_steps(change: Callable[[Step], Any], tree: Any) -> Any:
+    """A structure with each step in it changed, also those that expressions compute with."""
+    made: dict[Expr, Expr] = {}
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, Step):
+            return change(part)
+        if isinstance(part, Expr):
+            if part not in made:
+                made[part] = Expr(part.call, changed(part.args), changed(part.kwargs))
+            return made[part]
+        if isinstance(part, slice):
+            return slice(changed(part.start), changed(part.stop), changed(part.step))
+        if isinstance(part, dict):
+            return {key: changed(inner) for key, inner in part.items()}
+        return type(part)(map(changed, part)) if type(part) in (tuple, list) else part
+
+    return changed(tree)
 
 
 def root(value: Any) -> Step | None:
