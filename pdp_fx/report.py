@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -144,9 +144,9 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
 
     Args:
         model: a prepared model, a converted one, or any module.
-        example_inputs: needed for multiply-accumulates of a model that was not prepared with them.
-            They are counted for one example: total over the batch, divided by the first axis of the
-            first input.
+        example_inputs: needed for multiply-accumulates of a model that `prepare` did not make; of one that
+            it made they are counted if that was given inputs. They are counted for one example: total over
+            the batch, divided by the first axis of the first input.
 
     Raises:
         StateError: the model holds several prepared models, or is on the meta device.
@@ -167,7 +167,8 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
             channels = analyse(gm, fresh(inputs))
     names = [site.parameter for site in ctx.get(Sites).weights]
     weights = {name: weight_of(gm, name).detach() for name in names}
-    rows = [_row(name, weight, weight, channels) for name, weight in weights.items()]
+    uses = _positions(channels)
+    rows = [_row(name, weight, weight, uses) for name, weight in weights.items()]
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
 
@@ -178,13 +179,13 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
             masks.setdefault(name, []).append(mask)
     rows: list[Row] = []
     with torch.no_grad(), gathered(*pruner.masks.values()):
-        gone = gone_classes(gm, pruner)
+        gone, uses = gone_classes(gm, pruner), _positions(pruner.channels)
         soft = {mask: _soft_share(mask, parameters_of(gm, mask)) for _, mask in pruner.mask_items()}
         for name in pruner.weights:
             weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
             left = _without(_hardened(gm, weight, mine), name, gone, pruner.channels)
             facts = [_of_mask(mask, soft[mask], name, weight) for mask in mine]
-            rows.append(_row(name, weight, left, pruner.channels, facts))
+            rows.append(_row(name, weight, left, uses, facts))
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
 
@@ -228,23 +229,22 @@ def _of_mask(mask: MaskPolicy, soft: float, name: str, weight: Tensor) -> _Maske
 
 
 def gone_classes(gm: fx.GraphModule, pruner: Pruner) -> np.ndarray:
-    """The channel classes that the hard masks drop now."""
+    """For every channel class whether the hard masks drop it now; empty if none can be."""
+    gone = np.zeros(0 if pruner.channels is None else len(pruner.channels.classes), dtype=bool)
     masks = [mask for _, mask in pruner.mask_items() if isinstance(mask, ChannelPolicy)]
-    gone = [
-        group.classes[mask.pruned(*parameters_of(gm, mask)).cpu().numpy()]
-        for (group, _), mask in zip(pruner.groups, masks, strict=True)
-    ]
-    return np.concatenate(gone) if gone else np.array([], dtype=np.int64)
+    for (group, _), mask in zip(pruner.groups, masks, strict=True):
+        gone[group.classes[mask.pruned(*parameters_of(gm, mask)).cpu().numpy()]] = True
+    return gone
 
 
 def _without(weight: Tensor, name: str, gone: np.ndarray, channels: ChannelMap | None) -> Tensor:
     """The weight without the rows and columns of dropped channels."""
-    if channels is None or not len(gone):
+    if channels is None or not gone.any():
         return weight
     for axis in range(weight.ndim):
         classes = channels.slots.get(Slot(name, axis))
         if classes is not None:
-            stays = torch.from_numpy(np.flatnonzero(~np.isin(classes, gone))).to(weight.device)
+            stays = torch.from_numpy(np.flatnonzero(~gone[classes])).to(weight.device)
             weight = weight.index_select(axis, stays)
     return weight
 
@@ -255,10 +255,10 @@ def _soft_share(mask: MaskPolicy, weights: list[Tensor]) -> float:
 
 
 def _row(
-    name: str, weight: Tensor, left: Tensor, channels: ChannelMap | None, masks: Sequence[_Masked] = ()
+    name: str, weight: Tensor, left: Tensor, uses: Mapping[str, float], masks: Sequence[_Masked] = ()
 ) -> Row:
     nonzero = int(torch.count_nonzero(left))
-    positions = _positions(name, channels)
+    positions = uses.get(name)
     targets = [mask.target for mask in masks if mask.target is not None]
     shares = [mask.share for mask in masks]
     return Row(
@@ -280,7 +280,9 @@ def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
     return sum(value * share for value, share in zip(values, shares, strict=True)) / total
 
 
-def _positions(name: str, channels: ChannelMap | None) -> float | None:
-    """How often each weight is used for one example, or None where no use of it was seen."""
-    uses = [] if channels is None else [c.positions for c in channels.contractions if c.weight == name]
-    return sum(uses) / channels.batch if uses and channels is not None else None
+def _positions(channels: ChannelMap | None) -> dict[str, float]:
+    """How often each number of a weight is used for one example, of the weights of which a use was seen."""
+    found: dict[str, float] = {}
+    for use in () if channels is None else channels.contractions:
+        found[use.weight] = found.get(use.weight, 0.0) + use.positions
+    return {name: uses / channels.batch for name, uses in found.items()} if channels is not None else {}

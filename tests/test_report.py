@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
 import pdp_fx
@@ -266,3 +267,56 @@ def test_reporting_changes_nothing_of_a_prepared_model() -> None:
     assert prepared.training
     then = cast("dict[str, Tensor]", before["state"])
     assert all(torch.equal(tensor, then[name]) for name, tensor in after["state"].items())
+
+
+class Experts(nn.Module):
+    """A matrix for each of four experts, to which all rows go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(1, -1, 8).expand(4, -1, -1)
+        return torch.bmm(torch.bmm(rows, self.up).relu(), self.down).mean(0).view_as(x)
+
+
+class BroadcastExperts(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x.unsqueeze(1) @ self.up).relu() @ self.down).mean(1)
+
+
+class EinsumExperts(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bteo,eoi->bti", torch.einsum("bti,eio->bteo", x, self.up).relu(), self.down)
+
+
+@pytest.mark.parametrize("kind", [Experts, BroadcastExperts, EinsumExperts])
+def test_each_matrix_of_a_stack_is_multiplied_with_its_own_rows(kind: type[nn.Module]) -> None:
+    """Five rows in each example, and every number of the matrices meets each of them once."""
+    assert pdp_fx.report(kind(), torch.randn(2, 5, 8)).macs == 5 * 2 * 4 * 8 * 16
+
+
+def test_the_multiply_accumulates_that_a_spec_wants_are_those_of_stacks_too() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.experts = nn.Linear(8, 160), nn.Linear(160, 8), Experts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts(x + self.down(self.up(x).relu()))
+
+    x = torch.randn(2, 5, 8)
+    spec = PruneSpec(
+        Channels(mac_reduction=0.25), schedule=Schedule(start=0, epsilon=1.0), overrides={"up": None}
+    )
+    masked = pdp_fx.prepare(Both(), spec, (x,))
+    pdp_fx.step(masked)
+    found = pdp_fx.report(masked)
+    assert found.macs == 5 * 2 * (8 * 160 + 4 * 8 * 16)
+    assert found.macs_left is not None
+    assert found.macs_left <= 0.75 * found.macs
+    converted = pdp_fx.convert(masked)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        converted(x)
+    assert counted.get_total_flops() == 2 * 2 * found.macs_left

@@ -191,6 +191,13 @@ def has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
     of by an operation which leaves axes alone, or cuts or copies them by the same numbers at every call. The
     other operands of arithmetic are as long there, or of one index.
     """
+    place = node.name, axis
+    if place not in record.fixed_sizes:
+        record.fixed_sizes[place] = _has_fixed_size(node, axis, record)
+    return record.fixed_sizes[place]
+
+
+def _has_fixed_size(node: fx.Node, axis: int, record: Record) -> bool:
     value = _first(record.values_of(node))
     if is_fixed(value, axis):
         return True

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow, written_by
-from pdp_fx.channels.in_place import fills_with_zero, out_of_place
+from pdp_fx.channels.in_place import out_of_place
 from pdp_fx.channels.labels import Layer, Reason, Slot, is_between_others, origins, shaped
 from pdp_fx.channels.record import (
     Call,
@@ -123,7 +123,7 @@ class LabelFlow(TorchDispatchMode):
         writes: list[Write] = []
         if func._schema.is_mutable:
             self._keep_gapped(call)
-        if func._schema.is_mutable and not fills_with_zero(call):
+        if func._schema.is_mutable and not self.fills_with_zero(call):
             writes += self._aliases.writes(call, self._labelled)
             self._keep_written(call.args[0])
         self.stored.follow(call)
@@ -410,6 +410,15 @@ class LabelFlow(TorchDispatchMode):
         use = (self.node, self.stored.name(weight))
         self.record.grouped[use] = self.grouped_before.get(use, 1 < groups == channels)
         return self.record.grouped[use]
+
+    def is_zero(self, number: Any) -> bool:
+        """Whether a number is 0 at every call, and not only at this one."""
+        return isinstance(number, int | float) and number == 0 and not self.varies
+
+    def fills_with_zero(self, call: Call) -> bool:
+        """Whether a call writes zeros, which keeps every element that is 0 with its channel at 0."""
+        fills = call.func is aten.fill_.Scalar and self.is_zero(call.args[1])
+        return fills or call.func.overloadpacket is aten.zero_
 
     def contract(self, weight: Tensor, data: Tensor, positions: float, inputs: Tensor | None) -> None:
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight.

@@ -2,8 +2,6 @@
 
 import torch
 
-from pdp_fx.channels.record import Call
-
 aten = torch.ops.aten
 
 
@@ -18,9 +16,3 @@ def out_of_place(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 def _argument_types(func: torch._ops.OpOverload) -> list[str]:
     return [str(argument.type) for argument in func._schema.arguments]
-
-
-def fills_with_zero(call: Call) -> bool:
-    """Whether a call writes zeros, which keeps every element that is 0 with its channel at 0."""
-    fills = call.func is aten.fill_.Scalar and call.args[1] == 0
-    return fills or call.func.overloadpacket is aten.zero_

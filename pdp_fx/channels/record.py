@@ -203,6 +203,7 @@ class Record:
         choices: (node, labels) where channels along an outer axis could be followed or those inside them;
             the labels are those of the outer ones.
         inner: the nodes at which those inside were followed.
+        fixed_sizes: what `counts.has_fixed_size` has found so far, by the node's name and the axis.
     """
 
     ties: Ties = field(default_factory=Ties)
@@ -239,6 +240,7 @@ class Record:
     aligned: list[np.ndarray] = field(default_factory=list[np.ndarray])
     choices: list[tuple[str, np.ndarray]] = field(default_factory=list[tuple[str, np.ndarray]])
     inner: frozenset[str] = frozenset()
+    fixed_sizes: dict[tuple[str, int], bool] = field(default_factory=dict[tuple[str, int], bool])
 
     def values_of(self, given: Any) -> tuple[Labelled, ...]:
         """The tensors that a node returned; none if it returned none, or is no node but a number."""

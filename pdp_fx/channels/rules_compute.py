@@ -7,6 +7,8 @@ weight's output axis. A channel can be dropped exactly only if its contribution 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -273,7 +275,9 @@ def count_product(
     """
     for weight, other, axis, inputs in ((right, left, -2, read[0]), (left, right, -1, read[1])):
         if weight in flow.stored and weight.layout is torch.strided:
-            positions = other.numel() // max(weight.shape[axis], 1)
+            # Of a stack of matrices each has its part of what it is multiplied with.
+            rows = weight.shape[axis] * math.prod(weight.shape[:-2])
+            positions = other.numel() // max(rows, 1)
             flow.contract(weight, other, positions, None if inputs is None else inputs.ids.reshape(-1))
             return
 

@@ -15,18 +15,25 @@ aten = torch.ops.aten
 
 
 @rule(
-    aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor,
-    aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices,
-)  # fmt: skip
+    aten.zeros,
+    aten.ones,
+    aten.full,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.scalar_tensor,
+)
 def factory(call: Call, flow: LabelFlow) -> None:
-    """A tensor with one value everywhere can lose any index; one with different values keeps all."""
+    """A tensor with one value everywhere can lose any index."""
     result = call.result
-    first = result.reshape(-1)[:1]
-    if result.numel() < 2 or not bool((result == first).all()):
-        flow.put(result, ())
-        return
-    zero = bool(first == 0) and _stays_zero(call, flow)
+    zero = bool((result == 0).all()) and _stays_zero(call, flow)
     flow.put(result, [free_layer(result, axis, zero, flow) for axis, n in enumerate(result.shape) if n > 1])
+
+
+@rule(aten.arange, aten.linspace, aten.eye, aten.tril_indices, aten.triu_indices)
+def series(call: Call, flow: LabelFlow) -> None:
+    """A tensor whose values follow from their places keeps all, also where they are equal by chance."""
+    flow.put(call.result, ())
 
 
 @rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
@@ -38,7 +45,7 @@ def like(call: Call, flow: LabelFlow) -> None:
     flow.put(call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero)) for layer in layers])
 
 
-_ZEROS = frozenset({aten.zeros, aten.new_zeros, aten.zeros_like, aten.zero_})
+_ZEROS = frozenset({aten.zeros, aten.new_zeros, aten.zeros_like})
 """Operations that fill with 0 without being told."""
 
 
@@ -85,8 +92,7 @@ def leaky(call: Call, flow: LabelFlow) -> None:
 @rule(aten.zero_, aten.fill_)
 def filled(call: Call, flow: LabelFlow) -> None:
     """Filling with one value keeps the channels; only filled with zeros is it 0 for dropped channels."""
-    zero = call.func.overloadpacket is aten.zero_ or (call.func is aten.fill_.Scalar and call.args[1] == 0)
-    zero = zero and _stays_zero(call, flow)
+    zero = flow.fills_with_zero(call)
     layers = flow.layers(call.args[0])
     flow.put(
         call.result, [Layer(layer.ids, torch.full_like(layer.zero, zero), layer.needs) for layer in layers]

@@ -36,7 +36,7 @@ def filled_by_index(call: Call, flow: LabelFlow) -> None:
     """Whole slices are filled with one number, at the positions in a vector."""
     into, axis, index, value = call.args[:4]
     flow.freeze_all([index], CHOSEN)
-    stays_zero = not isinstance(value, Tensor) and value == 0
+    stays_zero = flow.is_zero(value)
     kept = flow.all_without(flow.layers(into), frozenset({from_front(axis, into.ndim)}), CHOSEN)
     zeros = [layer.zero if stays_zero else torch.zeros_like(layer.zero) for layer in kept]
     flow.put(call.result, [Layer(layer.ids, zero, (layer,)) for layer, zero in zip(kept, zeros, strict=True)])
@@ -51,7 +51,7 @@ def scatter(call: Call, flow: LabelFlow) -> None:
         flow.put(call.result, ())
         return
     _chosen(call, axis, [into, source] if isinstance(source, Tensor) else [into], [index], flow)
-    if not isinstance(source, Tensor) and source != 0:
+    if not isinstance(source, Tensor) and not flow.is_zero(source):
         filled = [Layer(each.ids, torch.zeros_like(each.zero), (each,)) for each in flow.layers(call.result)]
         flow.put(call.result, filled)
 

@@ -136,14 +136,14 @@ def _concatenate(pieces: list[Layer], axis: int) -> Layer:
 def constant_pad_nd(call: Call, flow: LabelFlow) -> None:
     """Padding along an axis without labels keeps them; along a labelled axis it makes new channels."""
     source, widths = call.args[0], list(call.args[1])
-    value = call.argument(2, "value", 0)
+    zeros = flow.is_zero(call.argument(2, "value", 0))
     layers: list[Layer] = []
     for layer in flow.layers(source):
-        ids, zero = layer.ids, layer.zero & (value == 0)
+        ids, zero = layer.ids, layer.zero & zeros
         for index in range(0, len(widths), 2):
             axis = source.ndim - 1 - index // 2
             if axis in layer.support and (widths[index] or widths[index + 1]):
-                ids, zero = _padded(ids, zero, axis, (widths[index], widths[index + 1]), value == 0, flow)
+                ids, zero = _padded(ids, zero, axis, (widths[index], widths[index + 1]), zeros, flow)
         layers.append(Layer(ids, zero, (layer,)))
         if laid_out_anew(layer, layers[-1]):
             flow.sized.append(Sized(layer, layers[-1]))

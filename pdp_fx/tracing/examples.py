@@ -164,6 +164,12 @@ class ExampleCall:
         """A call with the first example alone; None if this is one already."""
         return self._changed(lambda rows: rows[:1].clone()) if self.batch > 1 else None
 
+    def of_other_batches(self) -> "Iterator[ExampleCall]":
+        """Calls with the examples of this one, repeated or cut, in batches of a few other sizes."""
+        for size in (1, 3, 5, 8):
+            if self.batch not in (0, size):
+                yield self._changed(lambda rows, size=size: torch.cat([rows] * size)[:size])
+
     def sizes(self) -> frozenset[int]:
         """The sizes of all axes but the batch, without those of empty tensors."""
         found = (size for leaf in tensors((self.args, self.kwargs)) for _, size in self.other_axes(leaf))

@@ -239,6 +239,27 @@ def only_unpacks(frame: FrameType) -> bool:
     return isinstance(parent.slice, ast.Constant) and isinstance(parent.slice.value, int)
 
 
+def goes_by_rank(frame: FrameType) -> bool:
+    """Whether what the frame does with the shape that it reads depends on how many axes there are.
+
+    It does not where it takes sizes counted from the first, gives each a name, which fails for any other
+    number of them, or writes a message.
+    """
+    located = expression_at(frame)
+    if located is None:
+        return True
+    if any(isinstance(parent, ast.Try) for parent in located.parents):
+        return True
+    parent = located.parents[-1]
+    if isinstance(parent, ast.Assign) and all(map(_is_tuple, parent.targets)):
+        return False
+    if isinstance(parent, ast.Subscript) and located.node is parent.value:
+        index = parent.slice
+        ends = (index.lower or ast.Constant(0), index.upper) if isinstance(index, ast.Slice) else (index,)
+        return not all(isinstance(end, ast.Constant) and isinstance(end.value, int) for end in ends)
+    return not says(located)
+
+
 def _is_tuple(target: ast.expr) -> bool:
     return isinstance(target, ast.Tuple | ast.List) and not any(
         isinstance(t, ast.Starred) for t in target.elts

@@ -148,8 +148,13 @@ def is_setter(function: Callable[..., Any]) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a method of this name changes its tensor."""
-    return name in _IN_PLACE or name == "__setitem__"
+    """Whether a method of this name changes its tensor, or a function of several tensors these."""
+    return name in _IN_PLACE or name == "__setitem__" or changes_each(name)
+
+
+def changes_each(name: str) -> bool:
+    """Whether a function of this name changes each of several tensors, as ``torch._foreach_mul_`` does."""
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def keeps_size(name: str) -> bool:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pdp_fx.tracing.applies import with_apply
+from pdp_fx.tracing.arguments import stripped
 from pdp_fx.tracing.autocasts import recording_autocast
 from pdp_fx.tracing.calls import run_function, run_method, run_module
 from pdp_fx.tracing.casts import casting
@@ -37,6 +38,7 @@ from pdp_fx.tracing.recomputing import noting_recomputed, run_recomputed
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.settings import is_users_question, noting_settings
+from pdp_fx.tracing.sizes import is_one
 from pdp_fx.tracing.source import user_frame
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.threads import noting_threads
@@ -109,6 +111,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         without_memory(recorder),
         following_numbers(recorder),
         replaced(builtins, "len", _length(recorder)),
+        replaced(torch, "broadcast_shapes", _broadcast(recorder)),
         replaced(torch.compiler, "is_compiling", _is_compiling(recorder)),
         replaced(transformer, LOOKS_AT_MASK, _looks_at_mask(recorder)),
         replaced(torch, "_check_tensor_all_with", _check_all(recorder)),
@@ -210,6 +213,23 @@ def _length(recorder: Recorder) -> Callable[[Any], int]:
         return thing.size(0)
 
     return length
+
+
+def _broadcast(recorder: Recorder) -> Callable[..., torch.Size]:
+    broadcast_now = torch.broadcast_shapes
+
+    def broadcast_shapes(*shapes: Any) -> torch.Size:
+        """The shape to which tensors of these are broadcast, whose sizes are those that are not 1."""
+        found = broadcast_now(*map(stripped, shapes))
+        if recorder.inside:
+            return found
+        given = [(shape,) if isinstance(shape, int) else tuple(shape) for shape in shapes]
+        columns = ([shape[axis] for shape in given if len(shape) >= -axis] for axis in range(-len(found), 0))
+        # Every size is asked for, since it may be another one that is 1 at the next call.
+        asked = [[(is_one(size), size) for size in column] for column in columns]
+        return torch.Size([next((size for one, size in column if not one), column[0][1]) for column in asked])
+
+    return broadcast_shapes
 
 
 def _check_all(recorder: Recorder) -> Callable[..., None]:

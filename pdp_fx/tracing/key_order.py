@@ -72,7 +72,7 @@ def _ordered(value: Any, order: Callable[[_Items], Iterable[tuple[Any, Any]]]) -
 
 def _fill(given: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
     """Give a dict these items, also one that lets none be taken out, as a ModelOutput does."""
-    kind = OrderedDict if isinstance(given, OrderedDict) else dict
+    kind: Any = OrderedDict if isinstance(given, OrderedDict) else dict
     kind.clear(given)
     for key, item in items:
         kind.__setitem__(given, key, item)

@@ -9,6 +9,7 @@ import torch
 from pdp_fx.ops.data import data_of
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.expressions import (
+    goes_by_rank,
     multiplies_sizes,
     only_checks,
     only_judged,
@@ -130,12 +131,19 @@ def _shape(recorder: Recorder, tensor: torch.Tensor) -> tuple[int, ...]:
     sizes = recorder.run(torch.Tensor.size, (tensor,), {})
     found = [recorder.live(number, "size", value, axis) for axis, number in enumerate(sizes)]
     frame = user_frame()
+    if frame is not None and goes_by_rank(frame) and is_users_question():
+        hold_ranks(recorder)
     return LiveShape(found) if frame is not None and multiplies_sizes(frame) else torch.Size(found)
 
 
 def _size(recorder: Recorder, tensor: torch.Tensor, dim: int | None = None) -> Any:
-    shape = _shape(recorder, tensor)
-    return shape if dim is None else shape[dim]
+    if dim is None:
+        return _shape(recorder, tensor)
+    if plain(dim) < 0 and is_users_question():
+        hold_ranks(recorder)
+    sizes = recorder.run(torch.Tensor.size, (tensor,), {})
+    axis = range(len(sizes))[plain(dim)]
+    return recorder.live(sizes[axis], "size", recorder.origins.value(tensor), axis)
 
 
 def _numel(recorder: Recorder, tensor: torch.Tensor) -> Any:

@@ -117,7 +117,7 @@ class Recorder:
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._held: set[Hashable] = set()
-        self._buffers = dict(model._buffers)
+        self._held_before = dict(model._buffers), self._parts_of(model)
 
     def placeholder(self, name: str, example: Any, default: Args = ()) -> tuple[Step, Any]:
         """Add an input of the model; returns its step and the example to run with."""
@@ -197,7 +197,8 @@ class Recorder:
         operands = list(tensors((args, kwargs)))
         result, changed = self.run_and_compare(function, args, kwargs, step, operands)
         if functions.is_in_place(name) and operands and not changed:
-            changed = (operands[0],)
+            # The versions of several tensors at once are not counted while they are watched.
+            changed = tuple(tensors(args[0])) if functions.changes_each(name) else (operands[0],)
         if functions.keeps_size(name) and changed:
             step.ragged = self.origins.is_ragged(changed)
         elif step.ragged and not self.watch.ragged:
@@ -301,21 +302,38 @@ class Recorder:
         self.scopes[self.scope] = tuple(
             plain(each) for each in told if isinstance(each, bool | int | float | str)
         )
-        buffers = dict(module._buffers)
+        buffers, parts = dict(module._buffers), self._parts_of(module)
         try:
             yield
-            self._leave(module, buffers)
+            self._leave(module, buffers, parts)
         finally:
             self.scope = outer
 
-    def _leave(self, module: nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
+    def _leave(
+        self, module: nn.Module, buffers: Mapping[str, torch.Tensor | None], parts: Mapping[Any, object]
+    ) -> None:
         """Look for what a module did other than by torch functions, and record or refuse it.
 
         Replacing a buffer by another tensor is recorded as overwriting it.
+
+        Args:
+            module: the module.
+            buffers: its buffers before.
+            parts: what `_parts_of` it was before.
         """
+        now = self._parts_of(module)
         new = next((name for name in module._buffers if name not in buffers), None)
+        kind = "buffer"
+        if new is None:
+            new, kind = next((name for place, name in now if (place, name) not in parts), None), "part"
         if new is not None:
-            why = f"adds a buffer {new} in its forward, which a run before tracing would have added"
+            why = f"adds a {kind} {new} in its forward, which a run before tracing would have added"
+            raise UnrecordableError(why, Whole(self.scope.path))
+        other = next(
+            (name for (place, name), part in parts.items() if now.get((place, name)) is not part), None
+        )
+        if other is not None:
+            why = f"takes out or replaces its parameter or layer {other} in its forward"
             raise UnrecordableError(why, Whole(self.scope.path))
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, before in buffers.items():
@@ -338,6 +356,24 @@ class Recorder:
             for (before, _), value in zip(replaced, values, strict=True):
                 self.function(torch.Tensor.copy_, (before, value), {})
         self.check_drawn()
+
+    def _parts_of(self, module: nn.Module) -> dict[tuple[nn.Module, str], object]:
+        """All parameters and modules in a module, by what holds them and their names there.
+
+        What a part that is kept whole holds is its own affair.
+        """
+        found: dict[tuple[nn.Module, str], object] = {}
+        left, seen = [module], {module}
+        while left:
+            holder = left.pop()
+            for held in (holder._parameters, holder._modules):
+                found |= {(holder, name): part for name, part in held.items()}
+            inner = {part for part in holder._modules.values() if part is not None} - seen
+            seen |= inner
+            left += [
+                part for part in inner if Whole(self.paths.get(id(part), "")) not in self.findings.opaque
+            ]
+        return found
 
     def check_drawn(self) -> None:
         """Refuse what the current module itself has drawn so far from other generators than torch's."""
@@ -393,7 +429,7 @@ class Recorder:
     def finish(self, result: Any) -> Recording:
         """The recording of the run, which has returned ``result``."""
         self.failures.check()
-        self._leave(self.model, self._buffers)
+        self._leave(self.model, *self._held_before)
         unfollowed = self.dtypes.unfollowed
         if self.findings.holds_dtypes:
             self.decisions.hold_unfollowed(unfollowed)

@@ -305,6 +305,15 @@ def _way(self: Any, if_some: bool | None) -> bool | None:
     return None if selected is None else if_some == selected
 
 
+def is_one(number: Any) -> bool:
+    """Whether a size is 1, which torch asks to broadcast; the graph checks that of a live one."""
+    answer: bool = plain(number) == 1
+    if isinstance(number, Live):
+        fact = operator.eq if answer else operator.ne
+        _note(number.session, fact, number, 1, How.COMPARED, by_chance=True)
+    return answer
+
+
 def _truth(self: Any) -> bool:
     answer = bool(plain(self))
     if _is_asked_by_user(self.session):
@@ -359,8 +368,17 @@ def note_fixed(numbers: Iterable[Any], session: Session) -> None:
 
 
 def _is_asked_by_user(session: Session, depth: int = 2) -> bool:
-    """Whether users' code has called the method, ``depth`` frames up, that asks this."""
-    return session.open and is_users(sys._getframe(depth).f_code.co_filename)
+    """Whether users' code has called the method, ``depth`` frames up, that asks this.
+
+    It does so by way of Python's `collections.abc`, too, as by ``size in sizes`` of a class of its own.
+    """
+    frame = sys._getframe(depth)
+    while frame.f_code.co_filename == _ABSTRACT and frame.f_back is not None:
+        frame = frame.f_back
+    return session.open and is_users(frame.f_code.co_filename)
+
+
+_ABSTRACT = Sequence.index.__code__.co_filename
 
 
 def _note(

@@ -1,7 +1,7 @@
 """Removing checks of sizes that turn out to be stricter than the model."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -22,7 +22,8 @@ def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Ma
     """Erase the checks of sizes that fail on an example, if the graph is right for it without them.
 
     A model may take different branches with equal results, such as to expand a tensor of size 1 or not. Of
-    which a plain number was made, a size is another in each example, and one says nothing of the others.
+    which a plain number was made, a size is another in each example, and one says nothing of the others. Nor
+    does one batch of all others, so that the graph must not be wrong for a few more of them.
 
     Args:
         gm: the graph; changed only if it is right.
@@ -42,10 +43,25 @@ def waive(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, wanted: Ma
             return False
         if outcome.difference(got):
             return False
+    if failed and any(_is_wrong(gm, model, more, failed) for more in example.of_other_batches()):
+        return False
     for node in failed:
         erase(node, _is_number)
     gm.recompile()
     return True
+
+
+def _is_wrong(gm: fx.GraphModule, model: nn.Module, example: ExampleCall, waived: set[fx.Node]) -> bool:
+    """Whether a graph does something else than its model on an example without these checks."""
+    for training in (False, True):
+        got = tried(gm, example, training, model, runner=_past_checks(set(waived), waived))
+        if isinstance(got, Exception):
+            # It refuses the example by another check.
+            continue
+        wanted = tried(model, example, training)
+        if not isinstance(wanted, Exception) and wanted.difference(got):
+            return True
+    return False
 
 
 def insists(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> bool:
@@ -59,11 +75,11 @@ def insists(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> bool:
     return isinstance(result, AssertionError) and not failed
 
 
-def _past_checks(failed: set[fx.Node]) -> Runner:
-    """A runner that takes a graph past checks that may be waived, and adds those that fail."""
+def _past_checks(failed: set[fx.Node], among: Container[fx.Node] | None = None) -> Runner:
+    """A runner that takes a graph past checks that may be waived, or some of them, and adds what fails."""
 
     def call(gm: Any, example: ExampleCall) -> Any:
-        return _Past(gm, failed).run_on(example)
+        return _Past(gm, failed, among).run_on(example)
 
     return call
 
@@ -78,14 +94,17 @@ def _is_number(node: fx.Node) -> bool:
 class _Past(Interpreter):
     """Runs a graph past checks of sizes, and notes those that fail."""
 
-    def __init__(self, gm: fx.GraphModule, failed: set[fx.Node]) -> None:
+    def __init__(self, gm: fx.GraphModule, failed: set[fx.Node], among: Container[fx.Node] | None) -> None:
         super().__init__(gm)
         self.failed = failed
+        self._among = among
 
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
         except (AssertionError, RuntimeError):
             if n.meta.get(DECIDES) in (None, How.MADE_PLAIN.value):
+                raise
+            if self._among is not None and n not in self._among:
                 raise
             self.failed.add(n)

@@ -250,6 +250,13 @@ class NumbersInOrder(ScaledByVector):
         return torch.arange(8, dtype=x.dtype)[self.order].index_select(0, self.order)
 
 
+class EqualNumbers(ScaledByVector):
+    """Numbers that are equal because the ends of their range are."""
+
+    def of(self, x: Tensor) -> Tensor:
+        return torch.linspace(0.5, 0.5, 8, dtype=x.dtype)
+
+
 class EverySecondNumber(ScaledByVector):
     """Every second number, by a step and by a mask."""
 
@@ -261,6 +268,7 @@ class EverySecondNumber(ScaledByVector):
 CONSTANTS = (
     Construct(ScaledByVector, sequences(), removed=4),
     Construct(NumbersInOrder, sequences(), removed=4),
+    Construct(EqualNumbers, sequences(), removed=4),
     Construct(EverySecondNumber, sequences(), removed=4),
     Construct(Slopes, sequences(), removed=18),
     Construct(SlopesListed, sequences(), removed=18),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pdp_fx
-from pdp_fx import SpecError
+from pdp_fx import Channels, PruneSpec, Schedule, SpecError
 from tests.channels.checks import halved
 
 Act = Callable[[Tensor], Tensor]
@@ -177,3 +177,26 @@ def test_channels_stay_that_more_than_one_pixel_mixes() -> None:
     assert small.get_submodule("stem").out_channels == 4
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     torch.testing.assert_close(small(x), prepared.eval()(x), rtol=0, atol=1e-9)
+
+
+class Branches(nn.Module):
+    """Adds two functions of a flattened picture, many times over, and divides by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x).flatten(1)
+        for _ in range(40):
+            x = x.relu() + x.tanh()
+        return self.outer((x / x.shape[1]).view(-1, 4, 6, 6))
+
+
+def test_each_node_is_asked_once_whether_its_size_is_fixed() -> None:
+    """Asked anew for each operand, 40 blocks would take 2 ** 40 answers."""
+    spec = PruneSpec(Channels(0.5), schedule=Schedule(start=0, epsilon=1.0))
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    masked = pdp_fx.prepare(Branches().double(), spec, (x,))
+    pdp_fx.step(masked)
+    torch.testing.assert_close(pdp_fx.convert(masked)(x), masked.eval()(x), rtol=0, atol=1e-12)

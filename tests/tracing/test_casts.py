@@ -150,7 +150,7 @@ def test_a_loop_over_channels_lets_them_go() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.up(x).relu()
-            return self.down(x) + sum(1 for _ in range(x.shape[-1]))
+            return self.down(x) + sum(1 for _ in range(x.shape[1]))
 
     model, x = Counts().double(), torch.randn(2, 4, dtype=torch.float64)
     prepared = pruned(model, at_once(pdp_fx.Channels(ratio=0.5)), x).eval()

@@ -49,18 +49,11 @@ def hooks_for_now(odd: Odd, x: Tensor) -> Tensor:
     return x
 
 
-def updates_by_lists(odd: Odd, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        torch._foreach_lerp_([odd.mean], [x.mean(0)], 0.1)  # pyright: ignore[reportPrivateImportUsage]
-    return x - odd.mean
-
-
 ODD: tuple[Callable[[Odd, Tensor], Tensor], ...] = (
     sets_momentum,
     sets_rate,
     forks_generator,
     hooks_for_now,
-    updates_by_lists,
 )
 
 
@@ -76,6 +69,31 @@ def test_the_part_that_is_not_exact_is_kept_whole(does: Callable[[Odd, Tensor], 
 def test_a_model_that_does_so_itself_is_refused(does: Callable[[Odd, Tensor], Tensor]) -> None:
     with pytest.raises(TraceError, match="the graph of Odd is not exact and was discarded: it "):
         trace(Odd(does), torch.randn(3, 4))
+
+
+def updates_by_lists(odd: Odd, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_lerp_([odd.mean], [x.mean(0)], 0.1)  # pyright: ignore[reportPrivateImportUsage]
+    return x - odd.mean
+
+
+def updates_at_the_end(odd: Odd, x: Tensor) -> Tensor:
+    result = x - odd.mean
+    with torch.no_grad():
+        torch._foreach_add_([odd.mean], 1.0)  # pyright: ignore[reportPrivateImportUsage]
+    return result
+
+
+def limits_what_is_larger(_odd: Odd, x: Tensor) -> Tensor:
+    x = x + 1
+    torch._foreach_clamp_max_([x[:, :2]], 30.0)  # pyright: ignore[reportPrivateImportUsage]
+    return x
+
+
+@pytest.mark.parametrize("does", [updates_by_lists, updates_at_the_end, limits_what_is_larger])
+def test_changes_of_several_tensors_at_once_are_followed(does: Callable[[Odd, Tensor], Tensor]) -> None:
+    gm = exact(Around(Odd(does)), torch.randn(3, 4), 100 * torch.randn(5, 4))
+    assert not opaque(gm)
 
 
 class Plain(nn.Module):

@@ -387,3 +387,75 @@ def test_sizes_that_are_kept_are_seen_by_calls_of_other_sizes(which: str) -> Non
         trace(KeepsSizes(which), torch.randn(2, 6, 4))
     gm = trace(Around(KeepsSizes(which)), torch.randn(2, 6, 4))
     assert "keeps kept" in opaque(gm)["inner"]
+
+
+class Adds(nn.Module):
+    """Adds a layer in every call and uses all but the first of those that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers.append(nn.Identity())
+        return x * len(self.layers)
+
+
+class Swaps(nn.Module):
+    """Uses its two layers the other way round in the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one, self.other = self.other, self.one
+        return self.one(x)
+
+
+class Renews(nn.Module):
+    """Has another bias after every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.layer.bias = nn.Parameter(self.layer.bias.detach() + 1)
+        return x
+
+
+class Drops(Renews):
+    """Has no bias after the first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.layer.register_parameter("bias", None)
+        return x
+
+
+REBUILT = {
+    "Adds": (Adds, "adds a part 0 in its forward"),
+    "Swaps": (Swaps, "takes out or replaces its parameter or layer one"),
+    "Renews": (Renews, "takes out or replaces its parameter or layer bias"),
+    "Drops": (Drops, "takes out or replaces its parameter or layer bias"),
+}
+
+
+@pytest.mark.parametrize(("kind", "why"), REBUILT.values(), ids=REBUILT)
+def test_a_part_that_rebuilds_itself_is_kept_whole(kind: type[nn.Module], why: str) -> None:
+    model, x = Around(kind()), torch.randn(2, 4)
+    names = [name for name, _ in model.named_parameters()]
+    gm = trace(model, (x,))
+    assert opaque(gm)["inner"].startswith(why)
+    assert [name for name, _ in model.named_parameters()] == names
+    twin = copy.deepcopy(model)
+    for _ in range(3):
+        torch.testing.assert_close(gm(x), twin(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "why"), REBUILT.values(), ids=REBUILT)
+def test_a_model_that_rebuilds_itself_is_refused(kind: type[nn.Module], why: str) -> None:
+    with pytest.raises(TraceError, match=rf"{kind.__name__} itself: it {why}.* \(test_remembering.py:\d+\)"):
+        trace(kind(), (torch.randn(2, 4),))

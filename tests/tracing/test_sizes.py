@@ -4,7 +4,8 @@ import dataclasses
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -1390,3 +1391,178 @@ def test_a_loop_over_the_batch_is_traced_on_no_other(monkeypatch: pytest.MonkeyP
 
 def test_a_loop_for_a_batch_of_one_is_not_taken_for_the_way_of_all() -> None:
     exact(LoopsOverExamples(always=False), torch.randn(1, 4), torch.randn(2, 4), torch.randn(5, 4))
+
+
+class Does(nn.Module):
+    """Applies a function."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+def takes_the_last(x: Tensor) -> Tensor:
+    return x / x.shape[-1]
+
+
+def asks_for_the_last(x: Tensor) -> Tensor:
+    return x / x.size(-1)
+
+
+def takes_all_but_the_first(x: Tensor) -> Tensor:
+    return x / math.prod(x.shape[1:])
+
+
+def unpacks_the_rest(x: Tensor) -> Tensor:
+    *lead, width = x.shape
+    return x / (math.prod(lead) + width)
+
+
+def tries_to_unpack(x: Tensor) -> Tensor:
+    try:
+        batch, width = x.shape
+    except ValueError:
+        return x
+    return x / (batch * width)
+
+
+def walks_the_sizes(x: Tensor) -> Tensor:
+    return x * sum(place * size for place, size in enumerate(x.shape))
+
+
+def matches_the_sizes(x: Tensor) -> Tensor:
+    match x.shape:
+        case (batch, width):
+            return x / (batch * width)
+        case _:
+            return x
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        takes_the_last,
+        asks_for_the_last,
+        takes_all_but_the_first,
+        unpacks_the_rest,
+        tries_to_unpack,
+        walks_the_sizes,
+        matches_the_sizes,
+    ],
+)
+def test_what_is_done_with_a_shape_may_go_by_how_many_axes_there_are(act: Any) -> None:
+    model = Does(act)
+    gm = trace(model, (torch.randn(2, 4),))
+    for rows in (2, 5):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(gm(x), model(x))
+    with pytest.raises(AssertionError, match="asks how many axes a tensor has, and x has 2 in this graph"):
+        gm(torch.randn(2, 3, 4))
+
+
+def takes_the_first(x: Tensor) -> Tensor:
+    return x / x.shape[0]
+
+
+def takes_the_first_two(x: Tensor) -> Tensor:
+    return x / math.prod(x.shape[:2])
+
+
+def unpacks_two(x: Tensor) -> Tensor:
+    batch, width = x.shape[:2]
+    return x / (batch + width)
+
+
+@pytest.mark.parametrize("act", [takes_the_first, takes_the_first_two, unpacks_two])
+def test_sizes_that_are_counted_from_the_first_are_there_whatever_follows(act: Any) -> None:
+    model = Does(act)
+    gm = trace(model, (torch.randn(2, 4),))
+    x = torch.randn(3, 5, 4)
+    torch.testing.assert_close(gm(x), model(x))
+
+
+class Broadcasts(nn.Module):
+    """Divides by how many numbers there are in the shape to which two inputs are broadcast."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum() / math.prod(torch.broadcast_shapes(x.shape, y.shape, (1,)))
+
+
+def test_the_shape_to_which_others_are_broadcast_is_computed_anew() -> None:
+    model = Broadcasts()
+    gm = trace(model, (torch.randn(2, 5, 4), torch.randn(2, 1, 4)))
+    x, y = torch.randn(2, 7, 4), torch.randn(2, 1, 4)
+    torch.testing.assert_close(gm(x, y), model(x, y))
+    with pytest.raises(AssertionError, match="by sizes"):
+        gm(torch.randn(2, 1, 4), torch.randn(2, 5, 4))
+
+
+class Listed(Sequence[int]):
+    """Sizes in a class of their own."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.sizes[place]
+
+
+def is_listed(x: Tensor) -> Tensor:
+    return x if x.shape[1] in Listed(4, 6) else x * 2
+
+
+def counts_in_list(x: Tensor) -> Tensor:
+    return x * Listed(4, 6).count(x.shape[1])
+
+
+def is_a_value(x: Tensor) -> Tensor:
+    return x if x.shape[1] in UserDict(a=4, b=6).values() else x * 2
+
+
+@pytest.mark.parametrize("act", [is_listed, counts_in_list, is_a_value])
+def test_pythons_own_classes_compare_for_the_model(act: Any) -> None:
+    model = Does(act)
+    gm = trace(model, (torch.randn(2, 4),))
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(gm(x), model(x))
+    with pytest.raises(AssertionError, match="by sizes"):
+        gm(torch.randn(2, 5))
+
+
+def is_small(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] in (1, 2) else x
+
+
+def is_a_power(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] in (2, 4, 8) else x
+
+
+def stacks_some(x: Tensor) -> Tensor:
+    return torch.stack(x.unbind(0)[:4])
+
+
+def pairs_some(x: Tensor) -> Tensor:
+    return torch.stack([row * number for row, number in zip(x, range(4), strict=False)])
+
+
+@pytest.mark.parametrize(
+    ("act", "batch"), [(is_small, 1), (is_a_power, 4), (stacks_some, 2), (pairs_some, 2)]
+)
+def test_another_batch_says_nothing_of_all_others(act: Any, batch: int) -> None:
+    model = Does(act)
+    gm = trace(model, (torch.randn(batch, 4),))
+    for size in (1, 2, 3, 6):
+        x = torch.randn(size, 4)
+        try:
+            got = gm(x)
+        except AssertionError:
+            continue
+        torch.testing.assert_close(got, model(x))
+    x = torch.randn(batch, 4)
+    torch.testing.assert_close(gm(x), model(x))
