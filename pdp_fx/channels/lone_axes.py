@@ -19,7 +19,7 @@ SPLITS = frozenset({"split", "chunk", "split_with_sizes", torch.split, torch.fun
 
 
 def lone_axes(tensor: fx.Node, record: Record) -> frozenset[int]:
-    """The axes that a view or an `unsqueeze` has given one index, counted from the first.
+    """The axes that a view or an `unsqueeze` has given one index, or that a parameter has, from the first.
 
     Args:
         tensor: a node that returned one tensor. Layers and splits are seen through on the way to the view.
@@ -32,6 +32,8 @@ def lone_axes(tensor: fx.Node, record: Record) -> frozenset[int]:
     if len(values) != 1:
         return frozenset()
     rank = len(values[0].shape)
+    if tensor.op == "get_attr":
+        return frozenset(axis for axis, size in enumerate(values[0].shape) if size == 1)
     if tensor.target in VIEWS:
         _, _, sizes = sizes_given(tensor, 1, SHAPE)
         told = isinstance(sizes, (tuple, list)) and len(sizes) == rank

@@ -254,10 +254,11 @@ def gradients_if_taken(gm: fx.GraphModule) -> torch.set_grad_enabled:
 
 
 @contextlib.contextmanager
-def evaluating(gm: fx.GraphModule) -> Generator[None]:
-    """Put every module into eval mode without the fused attention path, and back again."""
-    modes = {module: module.training for module in gm.modules()}
-    gm.eval()
+def evaluating(*modules: nn.Module) -> Generator[None]:
+    """Put modules, with all in them, into eval mode without the fused attention path, and back again."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+    for module in modules:
+        module.eval()
     try:
         with unfused_attention():
             yield

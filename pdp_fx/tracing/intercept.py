@@ -145,6 +145,7 @@ def _unlisted_calls(recorder: Recorder) -> Generator[None, None, None]:
     with (
         replaced(nn.Module, "__call__", _module_call(recorder)),
         replaced(nn.Module, "train", _train(recorder)),
+        replaced(nn.Module, "to", _to(recorder)),
         replaced(torch.Tensor, "as_subclass", _as_subclass(recorder)),
         with_apply(recorder.model, _function_apply(recorder)),
     ):
@@ -175,6 +176,29 @@ def _train(recorder: Recorder) -> Callable[..., Any]:
         return train(module, mode)
 
     return set_mode
+
+
+def _to(recorder: Recorder) -> Callable[..., nn.Module]:
+    move = nn.Module.to
+    parse: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
+
+    def to(module: nn.Module, *told: Any, **options: Any) -> nn.Module:
+        """Cast or move a module; where it is what it is to be, the graph checks that it is so again."""
+        if recorder.inside:
+            return move(module, *told, **options)
+        device, dtype, _, layout = parse(*told, **options)
+        held = [*module.parameters(), *module.buffers()]
+        with recorder.silent():
+            cast = [] if dtype is None else [tensor for tensor in held if tensor.is_floating_point()]
+            moves = device is not None and any(tensor.to(device) is not tensor for tensor in held)
+            stays = layout is None and not moves and all(tensor.dtype == dtype for tensor in cast)
+        if not stays:
+            return move(module, *told, **options)
+        for tensor in cast:
+            recorder.hold_dtype(tensor, f"casts a layer to {dtype}, which it has in this graph")
+        return module
+
+    return to
 
 
 def _as_subclass(recorder: Recorder) -> Callable[..., torch.Tensor]:

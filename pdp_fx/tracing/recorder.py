@@ -426,6 +426,12 @@ class Recorder:
             self._held.add(fact)
             self.steps.append(check_step([(value, found)], message, self.scope, source_line()))
 
+    def hold_dtype(self, tensor: torch.Tensor, what: str) -> None:
+        """Add a check that a tensor has the dtype that it has, by which the model does something."""
+        with self.silent():
+            dtype, value = tensor.dtype, Expr(getattr, (self.origins.value(tensor), "dtype"))
+        self.hold(value, dtype, f"{source_line()} {what}; cast the model before it is traced")
+
     def finish(self, result: Any) -> Recording:
         """The recording of the run, which has returned ``result``."""
         self.failures.check()

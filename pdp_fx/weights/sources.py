@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from pdp_fx.channels.running import evaluating
 from pdp_fx.tracing.examples import Inputs
@@ -117,7 +118,9 @@ def run_through(run: Interpreter, nodes: list[fx.Node], known: Mapping[fx.Node, 
 
 def computed(gm: fx.GraphModule, weight: fx.Node) -> Tensor:
     """The value in eval mode of a node that depends on no input, differentiable in its parameters."""
-    with evaluating(gm):
+    reached = [node for node in sources_of(weight) if node.op in ("call_module", "get_attr")]
+    found = (operator.attrgetter(str(node.target))(gm) for node in reached)
+    with evaluating(*(part for part in found if isinstance(part, nn.Module))):
         return value_of(gm, weight)
 
 

@@ -315,6 +315,34 @@ class PixelsOfAnotherOrder(TokensOfOneLayer):
         return self.head(F.relu(self.mid(F.relu(self.stem(x)).reshape(x.shape[0], -1, 8))))
 
 
+class PositionsInRows(nn.Module):
+    """Positions of a picture in one axis, laid out along two; the channels are what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+        self.positions = nn.Parameter(torch.randn(1, 36, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions.reshape(1, 6, 6, -1).permute(0, 3, 1, 2)
+        return self.head(torch.relu(self.embed(x) + positions))
+
+
+class PositionsOfBuffer(nn.Module):
+    """The same in a buffer, some of which are cut out."""
+
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+        self.register_buffer("positions", torch.randn(1, 64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions.reshape(1, 8, 8, -1)[:, 1:7, 1:7, :].permute(0, 3, 1, 2)
+        return self.head(torch.relu(self.embed(x) + positions))
+
+
 RESHAPING = (
     Construct(TokensOfOneLayer, vectors(), removed=18),
     Construct(PixelsOfAnotherOrder, images(size=5), removed=2, reason="all of these channels go together"),
@@ -342,4 +370,6 @@ RESHAPING = (
     Construct(UnpooledElsewhere, images(), removed=3, reason="unpooling joins these channels"),
     Construct(Axial, images(), removed=7),
     Construct(TimeDistributed, words(), removed=7),
+    Construct(PositionsInRows, images(), removed=4),
+    Construct(PositionsOfBuffer, images(), removed=4),
 )

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pdp_fx import Channels, PruneSpec, Schedule, convert, prepare, step
 from pdp_fx.trace import trace
-from tests.tracing.checks import exact
+from tests.tracing.checks import exact, opaque
 
 
 class Computes(nn.Module):
@@ -91,3 +92,34 @@ def test_a_model_that_cannot_be_copied_is_held_to_the_dtypes_that_it_reads() -> 
     torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
     with pytest.raises(AssertionError, match="a dtype that it reads"):
         gm.double()(x.double())
+
+
+class CastsALayer(nn.Module):
+    """Sees to it that one of its layers computes in a dtype, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        return self.head(torch.relu(self.router(x)))
+
+
+def test_a_layer_that_has_the_dtype_to_which_it_is_cast_is_followed() -> None:
+    model, x = CastsALayer(), torch.randn(3, 4)
+    gm = trace(model, (x,))
+    assert not opaque(gm)
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+    with pytest.raises(AssertionError, match=r"test_lost_dtypes.py:\d+ casts a layer to torch.float32"):
+        gm.double()(x.double())
+
+
+def test_such_a_layer_is_pruned() -> None:
+    spec = PruneSpec(Channels(0.5), schedule=Schedule(start=0, epsilon=1.0))
+    x = torch.randn(3, 4)
+    masked = prepare(CastsALayer(), spec, (x,))
+    step(masked)
+    converted = convert(masked)
+    assert converted.get_parameter("router.weight").shape == (4, 4)
+    torch.testing.assert_close(converted(x), masked.eval()(x))
