@@ -185,7 +185,7 @@ def _trace_until_nothing_lasts(
             if goes_by_keywords(gm, model, example):
                 raise TraceError(
                     f"{type(model).__name__} goes by the order of the keyword arguments that it takes as "
-                    f"**kwargs ({line_of(type(model).forward)}), which a graph does not see; name them, or "
+                    f"**kwargs ({line_of(model.forward)}), which a graph does not see; name them, or "
                     "take them as a dict"
                 )
             return gm

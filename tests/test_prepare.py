@@ -16,6 +16,7 @@ from pdp_fx import (
     Channels,
     PassError,
     PruneSpec,
+    Schedule,
     SpecError,
     StateError,
     Unstructured,
@@ -773,3 +774,23 @@ def test_extra_state_goes_through_prepared_models(rule: Rule) -> None:
     pdp_fx.step(prepared)
     converted = pdp_fx.convert(prepared)
     assert not any("extra" in name for name in converted.state_dict())
+
+
+@pytest.mark.parametrize("rule", [Channels(0.5), Unstructured(0.5), NM(2, 4)])
+def test_nothing_is_rounded_otherwise_without_gradients_before_the_ramp(rule: Rule) -> None:
+    """torch multiplies with a weight that needs gradients in another way, also where they are off."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(32, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(self.inner(x.transpose(0, 1)))
+
+    torch.manual_seed(0)
+    model, x = Turned().eval(), torch.randn(2, 38, 32)
+    prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=Schedule(start=0, epsilon=1.0)), (x,)).eval()
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            assert torch.equal(prepared(x), model(x))

@@ -26,6 +26,9 @@ aten = torch.ops.aten
 def factory(call: Call, flow: LabelFlow) -> None:
     """A tensor with one value everywhere can lose any index."""
     result = call.result
+    if result.numel() < 2:
+        flow.put(result, ())
+        return
     zero = bool((result == 0).all()) and _stays_zero(call, flow)
     flow.put(result, [free_layer(result, axis, zero, flow) for axis, n in enumerate(result.shape) if n > 1])
 

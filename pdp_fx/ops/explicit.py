@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import MethodType
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from pdp_fx.ops.masked_norm import masked_group_norm, masked_layer_norm, masked_rms_norm
+from pdp_fx.ops.select import transformed
 
 
 class _ExplicitConv(_ConvNd):
@@ -249,7 +251,13 @@ def mask_axis(parameter: Tensor, mask: Tensor, axis: int) -> Tensor:
     """
     shape = [1] * parameter.ndim
     shape[axis] = -1
-    return parameter * mask.to(parameter.dtype).view(shape)
+    masked = parameter * mask.to(parameter.dtype).view(shape)
+    if parameter.requires_grad and not (
+        masked.requires_grad or transformed() or torch.compiler.is_compiling()
+    ):
+        # Also where gradients are off torch goes by it how it multiplies, and rounds.
+        masked.requires_grad_()
+    return masked
 
 
 def reclass(module: nn.Module, kind: type[nn.Module]) -> nn.Module:

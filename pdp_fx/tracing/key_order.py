@@ -41,6 +41,8 @@ def goes_by_order(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) ->
 
 def goes_by_keywords(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> bool:
     """Whether the model goes by the order of the keyword arguments that it takes as ``**kwargs``."""
+    if len(example.kwargs) < 2:
+        return False
     parameters = inspect.signature(model.forward).parameters.values()
     named = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
     others = [name for name in example.kwargs if name not in named]
@@ -61,8 +63,11 @@ def _in_one_order(model: Any, call: ExampleCall) -> Any:
 def _ordered(value: Any, order: Callable[[_Items], Iterable[tuple[Any, Any]]]) -> Any:
     """A structure with the items of each dict in another order."""
     if isinstance(value, dict | UserDict):
-        made = copy.copy(cast(Any, value))
-        items = [(key, _ordered(item, order)) for key, item in made.items()]
+        items = [(key, _ordered(item, order)) for key, item in cast(Any, value).items()]
+        try:
+            made = copy.copy(cast(Any, value))
+        except Exception:  # noqa: BLE001 a class of the user's may refuse to be copied
+            return value
         _fill(made.data if isinstance(made, UserDict) else made, order(items))
         return made
     if type(value) in (list, tuple):

@@ -368,8 +368,8 @@ class Recorder:
             holder = left.pop()
             for held in (holder._parameters, holder._modules):
                 found |= {(holder, name): part for name, part in held.items()}
-            inner = {part for part in holder._modules.values() if part is not None} - seen
-            seen |= inner
+            inner = [part for part in holder._modules.values() if part is not None and part not in seen]
+            seen.update(inner)
             left += [
                 part for part in inner if Whole(self.paths.get(id(part), "")) not in self.findings.opaque
             ]
