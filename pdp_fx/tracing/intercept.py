@@ -183,8 +183,9 @@ def _to(recorder: Recorder) -> Callable[..., nn.Module]:
     parse: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
 
     def to(module: nn.Module, *told: Any, **options: Any) -> nn.Module:
-        """Cast or move a module; where it is what it is to be, the graph checks that it is so again."""
-        if recorder.inside:
+        """Cast or move a module; where one of the model is what it is to be, the graph checks that."""
+        by_tensor = any(isinstance(each, torch.Tensor) for each in (*told, *options.values()))
+        if recorder.inside or by_tensor or id(module) not in recorder.paths:
             return move(module, *told, **options)
         device, dtype, _, layout = parse(*told, **options)
         held = [*module.parameters(), *module.buffers()]
