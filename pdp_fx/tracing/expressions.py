@@ -229,14 +229,14 @@ def attribute_read(expression: ast.AST | None) -> tuple[ast.expr, str] | None:
 def only_unpacks(frame: FrameType) -> bool:
     """Whether the frame assigns the parts of a value to as many names, or takes one from the front."""
     located = expression_at(frame)
-    if located is None:
-        return False
+    return located is not None and _unpacks(located)
+
+
+def _unpacks(located: Located) -> bool:
     parent = located.parents[-1]
     if isinstance(parent, ast.Assign):
         return all(_is_tuple(target) for target in parent.targets)
-    if not isinstance(parent, ast.Subscript) or located.node is not parent.value:
-        return False
-    return isinstance(parent.slice, ast.Constant) and isinstance(parent.slice.value, int)
+    return isinstance(parent, ast.Subscript) and located.node is parent.value and _is_whole(parent.slice)
 
 
 def goes_by_rank(frame: FrameType) -> bool:
@@ -246,18 +246,23 @@ def goes_by_rank(frame: FrameType) -> bool:
     number of them, or writes a message.
     """
     located = expression_at(frame)
-    if located is None:
+    if located is None or any(isinstance(parent, ast.Try) for parent in located.parents):
         return True
-    if any(isinstance(parent, ast.Try) for parent in located.parents):
-        return True
+    return not (_unpacks(located) or _takes_the_first(located) or says(located))
+
+
+def _takes_the_first(located: Located) -> bool:
+    """Whether a part of a value is taken that begins and ends at places counted from the first."""
     parent = located.parents[-1]
-    if isinstance(parent, ast.Assign) and all(map(_is_tuple, parent.targets)):
+    if not (isinstance(parent, ast.Subscript) and isinstance(parent.slice, ast.Slice)):
         return False
-    if isinstance(parent, ast.Subscript) and located.node is parent.value:
-        index = parent.slice
-        ends = (index.lower or ast.Constant(0), index.upper) if isinstance(index, ast.Slice) else (index,)
-        return not all(isinstance(end, ast.Constant) and isinstance(end.value, int) for end in ends)
-    return not says(located)
+    start, stop = parent.slice.lower, parent.slice.upper
+    return located.node is parent.value and (start is None or _is_whole(start)) and _is_whole(stop)
+
+
+def _is_whole(place: ast.expr | None) -> bool:
+    """Whether a place is written as a number that is not negative."""
+    return isinstance(place, ast.Constant) and isinstance(place.value, int)
 
 
 def _is_tuple(target: ast.expr) -> bool:

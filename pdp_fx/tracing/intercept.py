@@ -39,8 +39,8 @@ from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.replacing import entries, replaced
 from pdp_fx.tracing.settings import is_users_question, noting_settings
 from pdp_fx.tracing.sizes import is_one
-from pdp_fx.tracing.source import user_frame
-from pdp_fx.tracing.steps import Whole
+from pdp_fx.tracing.source import source_line, user_frame
+from pdp_fx.tracing.steps import Expr, Whole
 from pdp_fx.tracing.threads import noting_threads
 
 _READS_NUMBERS = (
@@ -195,8 +195,12 @@ def _to(recorder: Recorder) -> Callable[..., nn.Module]:
             stays = layout is None and not moves and all(tensor.dtype == dtype for tensor in cast)
         if not stays:
             return move(module, *told, **options)
+        message = (
+            f"{source_line()} casts a layer to {dtype}, which it has in this graph; "
+            "cast the model before it is traced"
+        )
         for tensor in cast:
-            recorder.hold_dtype(tensor, f"casts a layer to {dtype}, which it has in this graph")
+            recorder.hold(Expr(getattr, (recorder.origins.value(tensor), "dtype")), dtype, message)
         return module
 
     return to

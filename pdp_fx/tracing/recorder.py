@@ -117,7 +117,7 @@ class Recorder:
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._held: set[Hashable] = set()
-        self._held_before = dict(model._buffers), self._parts_of(model)
+        self._before = self._held_by(model)
 
     def placeholder(self, name: str, example: Any, default: Args = ()) -> tuple[Step, Any]:
         """Add an input of the model; returns its step and the example to run with."""
@@ -302,10 +302,10 @@ class Recorder:
         self.scopes[self.scope] = tuple(
             plain(each) for each in told if isinstance(each, bool | int | float | str)
         )
-        buffers, parts = dict(module._buffers), self._parts_of(module)
+        before = self._held_by(module)
         try:
             yield
-            self._leave(module, buffers, parts)
+            self._leave(module, *before)
         finally:
             self.scope = outer
 
@@ -356,6 +356,10 @@ class Recorder:
             for (before, _), value in zip(replaced, values, strict=True):
                 self.function(torch.Tensor.copy_, (before, value), {})
         self.check_drawn()
+
+    def _held_by(self, module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[Any, object]]:
+        """The buffers of a module, and `_parts_of` it, to be compared when it is left."""
+        return dict(module._buffers), self._parts_of(module)
 
     def _parts_of(self, module: nn.Module) -> dict[tuple[nn.Module, str], object]:
         """All parameters and modules in a module, by what holds them and their names there.
@@ -426,16 +430,10 @@ class Recorder:
             self._held.add(fact)
             self.steps.append(check_step([(value, found)], message, self.scope, source_line()))
 
-    def hold_dtype(self, tensor: torch.Tensor, what: str) -> None:
-        """Add a check that a tensor has the dtype that it has, by which the model does something."""
-        with self.silent():
-            dtype, value = tensor.dtype, Expr(getattr, (self.origins.value(tensor), "dtype"))
-        self.hold(value, dtype, f"{source_line()} {what}; cast the model before it is traced")
-
     def finish(self, result: Any) -> Recording:
         """The recording of the run, which has returned ``result``."""
         self.failures.check()
-        self._leave(self.model, *self._held_before)
+        self._leave(self.model, *self._before)
         unfollowed = self.dtypes.unfollowed
         if self.findings.holds_dtypes:
             self.decisions.hold_unfollowed(unfollowed)

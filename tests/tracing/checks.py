@@ -24,6 +24,17 @@ class Around(nn.Module):
         return self.after(self.inner(self.before(x)))
 
 
+class Computes(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
 def call(model: Callable[..., Any], example: Example) -> Any:
     """Call a model on copies of example inputs."""
     inputs = fresh_copy(example)

@@ -14,16 +14,7 @@ from torch import Tensor, nn
 
 from pdp_fx import Channels, PruneSpec, Schedule, convert, prepare, step
 from pdp_fx.trace import trace
-from tests.tracing.checks import exact, opaque
-
-
-class Computes(nn.Module):
-    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x)
+from tests.tracing.checks import Computes, exact, opaque
 
 
 def dtype_of(x: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from pdp_fx.tracing.sizes import Session, live
 from pdp_fx.tracing.steps import Attribute
-from tests.tracing.checks import exact, opaque, targets
+from tests.tracing.checks import Computes, exact, opaque, targets
 
 
 class Windows(nn.Module):
@@ -1393,17 +1393,6 @@ def test_a_loop_for_a_batch_of_one_is_not_taken_for_the_way_of_all() -> None:
     exact(LoopsOverExamples(always=False), torch.randn(1, 4), torch.randn(2, 4), torch.randn(5, 4))
 
 
-class Does(nn.Module):
-    """Applies a function."""
-
-    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(x)
-
-
 def takes_the_last(x: Tensor) -> Tensor:
     return x / x.shape[-1]
 
@@ -1454,7 +1443,7 @@ def matches_the_sizes(x: Tensor) -> Tensor:
     ],
 )
 def test_what_is_done_with_a_shape_may_go_by_how_many_axes_there_are(act: Any) -> None:
-    model = Does(act)
+    model = Computes(act)
     gm = trace(model, (torch.randn(2, 4),))
     for rows in (2, 5):
         x = torch.randn(rows, 4)
@@ -1478,7 +1467,7 @@ def unpacks_two(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("act", [takes_the_first, takes_the_first_two, unpacks_two])
 def test_sizes_that_are_counted_from_the_first_are_there_whatever_follows(act: Any) -> None:
-    model = Does(act)
+    model = Computes(act)
     gm = trace(model, (torch.randn(2, 4),))
     x = torch.randn(3, 5, 4)
     torch.testing.assert_close(gm(x), model(x))
@@ -1527,7 +1516,7 @@ def is_a_value(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("act", [is_listed, counts_in_list, is_a_value])
 def test_pythons_own_classes_compare_for_the_model(act: Any) -> None:
-    model = Does(act)
+    model = Computes(act)
     gm = trace(model, (torch.randn(2, 4),))
     x = torch.randn(3, 4)
     torch.testing.assert_close(gm(x), model(x))
@@ -1555,7 +1544,7 @@ def pairs_some(x: Tensor) -> Tensor:
     ("act", "batch"), [(is_small, 1), (is_a_power, 4), (stacks_some, 2), (pairs_some, 2)]
 )
 def test_another_batch_says_nothing_of_all_others(act: Any, batch: int) -> None:
-    model = Does(act)
+    model = Computes(act)
     gm = trace(model, (torch.randn(batch, 4),))
     for size in (1, 2, 3, 6):
         x = torch.randn(size, 4)
