@@ -189,8 +189,10 @@ class Ties:
     def _add(self, left: Tensor, right: Tensor) -> np.ndarray:
         left, right = torch.broadcast_tensors(left, right)
         pairs = torch.stack([left.reshape(-1), right.reshape(-1)])
-        pairs = pairs[:, pairs[0] != pairs[1]]
-        found = (torch.unique(pairs, dim=1) if pairs.shape[1] > 4096 else pairs).numpy()
+        found = pairs[:, pairs[0] != pairs[1]].numpy()
+        if found.shape[1] > 4096:
+            # Each pair as one number, of which far fewer are left.
+            found = np.stack(np.divmod(np.unique(found[0] * self._next + found[1]), self._next))
         if found.size:
             self._pairs.append((found[0], found[1]))
         return found

@@ -2,15 +2,16 @@
 
 * Given: `examples` is the call that is traced, with others like it; `findings` is what is known of the model.
   `generators`, `preserve`, `held`, `restoring` and `replacing` keep and put back what runs change, and
-  `copying` copies models; `compiling`, `depth`, `unfused`, `unmoved` and `unscripting` prepare torch and
-  Python for the whole trace.
+  `copying` copies models, and `relinking` lets what they hold lead to other layers; `compiling`, `depth`,
+  `unfused`, `unmoved` and `unscripting` prepare torch and Python for the whole trace.
 * Running: `forgetting` runs a model without keeping activations, `verify` on a call, `interpreting` node by
   node; `half` computes in float16. `outcome` is what a run gives, `structure` takes apart what holds tensors.
 * Recording: `record` is one run. `intercept` listens to the model, and `recorder` turns what it hears into
   `steps`, for which `inputs` makes placeholders, `arguments` encodes what calls are given, and `origins` and
   `watch` know where tensors come from. `functions`, `calls`, `leaves` and `applies` say how a call is
   written; `objects` lets a graph hold callables. What is switched on and off inside a model is recorded by
-  `flags`, `gradients`, `autocasts` and `recomputing`, and `memories` and `idle` see to what is not run.
+  `flags`, `gradients`, `autocasts` and `recomputing`, `rebinding` sees to buffers that are replaced, and
+  `memories` and `idle` to what is not run.
 * Numbers: `sizes` are live numbers, `reads` where they are read, `casts`, `yielding` and `parts` how they
   are kept alive, `chances` and `threads` where else they come from; `decoys` finds those that get lost, and
   `time_limit` ends loops that do not end with other numbers.

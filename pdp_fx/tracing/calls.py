@@ -47,10 +47,14 @@ def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kw
         why = f"lends tensors to {path}, which cannot be looked into"
         raise UnrecordableError(why, Whole(recorder.scope.path), instead_of=whole)
     if opaque or layer:
+        parts = list(module.modules())
+        recorder.rebinding.overwrite(parts, path)
         with recorder.silent():
             step = recorder.step("call_module", path, args, kwargs)
             step.reason = recorder.findings.opaque.get(whole, why_compiled(module))
-            return _whole(recorder, step, call, (module, *args), kwargs)
+            result = _whole(recorder, step, call, (module, *args), kwargs)
+        recorder.rebinding.pass_over(parts)
+        return result
     if has_backward_hooks(module):
         raise UnrecordableError("has hooks that are called with its gradients", whole)
     with recorder.entered(path, module, (*args, *kwargs.values())):
@@ -67,12 +71,15 @@ def path_of(err: Exception) -> str | None:
 def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run a method of a module as one step."""
     recorder.check_drawn()
+    module = recorder.model.get_submodule(whole.path)
+    parts = list(module.modules())
+    recorder.rebinding.overwrite(parts, str(whole))
     with recorder.silent():
         step = recorder.step("call_module", whole, args, kwargs)
         step.reason = recorder.findings.opaque[whole]
         result = _whole(recorder, step, method, args, kwargs)
+    recorder.rebinding.pass_over(parts)
     inside = f"{whole.path}." if whole.path else ""
-    module = recorder.model.get_submodule(whole.path)
     step.uses |= {inside + name for name in _mentioned(module, whole.method)}
     return result
 

@@ -63,7 +63,9 @@ class Dtypes:
         self._given: list[_Read] = []
         self._open: dict[tuple[int, Hashable], tuple[str, torch.dtype, Value]] = {}
 
-    def note(self, dtype: torch.dtype, value: Value, step: int, moves: bool = False) -> None:
+    def note(
+        self, dtype: torch.dtype, value: Value, step: int, moves: bool = False, by_torch: bool = False
+    ) -> None:
         """Note that the model reads the dtype of a tensor.
 
         Args:
@@ -71,6 +73,7 @@ class Dtypes:
             value: where the tensor comes from.
             step: the number of steps so far.
             moves: whether it moves a module to where the tensor is.
+            by_torch: whether code of torch reads it, which gives it on at once or does nothing with it.
         """
         if dtype.is_floating_point or dtype.is_complex:
             frame = reading_frame()
@@ -79,7 +82,7 @@ class Dtypes:
             names = frozenset[str]() if located is None else names_given(located)
             call = self._number(frame)
             self._reads.append(_Read(call, dtype, value, step, place, names, moves))
-            if frame is not None:
+            if frame is not None and (moves or not by_torch):
                 self._open[call, identity(value)] = source_line(), dtype, value
 
     def given(self) -> None:

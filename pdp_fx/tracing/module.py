@@ -143,11 +143,13 @@ def mirror(model: nn.Module, opaque: frozenset[str] = frozenset()) -> nn.Module:
         opaque: paths of modules that are kept whole, besides the leaves.
     """
     shells: dict[int, nn.Module] = {}
+    # Under all their names.
+    wholes = {model.get_submodule(path) for path in opaque}
 
     def shell(module: nn.Module, path: str) -> nn.Module:
         if id(module) in shells:
             return shells[id(module)]
-        if path and (path in opaque or is_whole(module)):
+        if path and (module in wholes or is_whole(module)):
             return module
         made = shells[id(module)] = shell_of(module)
         made.training = module.training

@@ -61,6 +61,7 @@ class Origins:
         self._alias, self._another = alias, another
         self._values = WeakTensorKeyDictionary()
         self._of_functions = WeakTensorKeyDictionary()
+        self._replaced = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[TensorWeakRef]] = {}
         self._constants: dict[int, Constant] = {}
         self.unseen: list[torch.Tensor] = []
@@ -72,8 +73,10 @@ class Origins:
 
         Raises:
             UnrecordableError: it was made in this run, but by no recorded step, or an autograd function that
-                was not seen has made its gradient another.
+                was not seen has made its gradient another; or it is what `replace_memory` is about.
         """
+        if tensor in self._replaced:
+            raise UnrecordableError("uses what a tensor held before its `data` was set")
         known = self.known(tensor)
         if known is not None:
             if isinstance(known, Step) and _is_of_function(tensor) and tensor not in self._of_functions:
@@ -224,6 +227,12 @@ class Origins:
                 maker.ragged |= step.ragged
                 maker.varies |= step.varies
         return observed or not returned
+
+    def replace_memory(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor gets other memory, which its views do not: a graph cannot tell them from it."""
+        for owner in self._sharing(tensor):
+            if owner is not tensor:
+                self._replaced[owner] = True
 
     def _is_seen_elsewhere(self, tensor: torch.Tensor) -> bool:
         if storage_of(tensor) in self._stored or id(tensor) in self._constants:

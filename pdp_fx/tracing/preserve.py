@@ -153,6 +153,10 @@ class _Saved:
         for name, table, content in self.contents:
             if not same_content(table, content):
                 _note(self.module, name)
+                if table is self.module._buffers:
+                    # A graph keeps what is in a buffer, but not whether anything is.
+                    changed = (each for each in table if (table[each] is None) != (content.get(each) is None))
+                    _note(self.module, *(f"{each} (None at times)" for each in changed))
                 refill(table, content)
         if any(self.empty.values()):
             filled = [name for name, table in self.empty.items() if table]

@@ -225,7 +225,7 @@ def _dtype(recorder: Recorder, tensor: torch.Tensor, moves: bool = False) -> tor
     """The dtype; which tensor it was read from is noted, for calls that are given it."""
     dtype: torch.dtype = recorder.run(getattr, (tensor, "dtype"), {})
     value = recorder.origins.value(tensor)
-    recorder.dtypes.note(dtype, value, len(recorder.steps), moves)
+    recorder.dtypes.note(dtype, value, len(recorder.steps), moves, by_torch=not is_users_question())
     _hold_kind(recorder, tensor, dtype)
     if recorder.decisions.note("dtype", dtype, value):
         recorder.dtypes.settle(value)
@@ -362,9 +362,11 @@ def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) ->
 
     What was saved of the old memory for backward is lost so, which autograd has to see.
     """
+    recorder.origins.value(value)
     if storage_of(tensor) != storage_of(value):
         memory = recorder.function(torch.Tensor.detach, (tensor,), {})
         recorder.function(torch.Tensor.copy_, (memory, value), {})
+        recorder.origins.replace_memory(tensor)
 
 
 _READS: dict[str, Call] = {

@@ -8,7 +8,7 @@ records again.
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import FrameType, MappingProxyType
@@ -31,11 +31,12 @@ from pdp_fx.tracing.leaving import Leavings
 from pdp_fx.tracing.objects import Apply, AsSubclass
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
+from pdp_fx.tracing.rebinding import Rebinding
 from pdp_fx.tracing.selecting import says, selection
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import Live, Place, Session, given_as, live, note_fixed, plain, value_of
 from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
-from pdp_fx.tracing.source import Frames, source_line
+from pdp_fx.tracing.source import Frames, source_line, user_frame
 from pdp_fx.tracing.steps import (
     DRAWS_OUTSIDE,
     TRUTH,
@@ -59,7 +60,7 @@ from pdp_fx.tracing.steps import (
     selectors,
     varies,
 )
-from pdp_fx.tracing.structure import has_tensors, kind_of_tensor, tensors
+from pdp_fx.tracing.structure import has_tensors, tensors
 from pdp_fx.tracing.time_limit import TooLongError
 from pdp_fx.tracing.unseen import heed, refuse_numbers
 from pdp_fx.tracing.watch import Watch
@@ -71,6 +72,9 @@ Kwargs = dict[str, Any]
 
 MOST_DRAWS = 1000
 """After this many branches on random numbers, as of a loop that goes on by chance, none is followed."""
+
+MOST_ASKED = 1000
+"""So often a call may ask in one line whether anything is selected; a loop until nothing is would not end."""
 
 
 class Recorder:
@@ -114,10 +118,12 @@ class Recorder:
         self._answers = answers
         self._empty = empty
         self._asked: list[Asked] = []
+        self._asks: Counter[tuple[int, str]] = Counter()
         self._calls: Counter[str] = Counter()
         self._decided: set[Hashable] = set()
         self._held: set[Hashable] = set()
-        self._before = self._held_by(model)
+        self.rebinding = Rebinding(self)
+        self._before = self._parts_of(self._looked_into(model))
 
     def placeholder(self, name: str, example: Any, default: Args = ()) -> tuple[Step, Any]:
         """Add an input of the model; returns its step and the example to run with."""
@@ -302,32 +308,28 @@ class Recorder:
         self.scopes[self.scope] = tuple(
             plain(each) for each in told if isinstance(each, bool | int | float | str)
         )
-        before = self._held_by(module)
+        inside = self._looked_into(module)
+        # What was replaced so far, the caller has replaced.
+        self.rebinding.note(inside, outer)
+        before = self._parts_of(inside)
         try:
             yield
-            self._leave(module, *before)
+            self._leave(module, before)
         finally:
             self.scope = outer
 
-    def _leave(
-        self, module: nn.Module, buffers: Mapping[str, torch.Tensor | None], parts: Mapping[Any, object]
-    ) -> None:
+    def _leave(self, module: nn.Module, parts: Mapping[Any, object]) -> None:
         """Look for what a module did other than by torch functions, and record or refuse it.
-
-        Replacing a buffer by another tensor is recorded as overwriting it.
 
         Args:
             module: the module.
-            buffers: its buffers before.
             parts: what `_parts_of` it was before.
         """
-        now = self._parts_of(module)
-        new = next((name for name in module._buffers if name not in buffers), None)
-        kind = "buffer"
-        if new is None:
-            new, kind = next((name for place, name in now if (place, name) not in parts), None), "part"
+        inside = self._looked_into(module)
+        now = self._parts_of(inside)
+        new = next((name for place, name in now if (place, name) not in parts), None)
         if new is not None:
-            why = f"adds a {kind} {new} in its forward, which a run before tracing would have added"
+            why = f"adds a part {new} in its forward, which a run before tracing would have added"
             raise UnrecordableError(why, Whole(self.scope.path))
         other = next(
             (name for (place, name), part in parts.items() if now.get((place, name)) is not part), None
@@ -335,49 +337,32 @@ class Recorder:
         if other is not None:
             why = f"takes out or replaces its parameter or layer {other} in its forward"
             raise UnrecordableError(why, Whole(self.scope.path))
-        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, before in buffers.items():
-            after = module._buffers.get(name)
-            if after is before:
-                continue
-            if before is None or after is None or kind_of_tensor(before) != kind_of_tensor(after):
-                raise UnrecordableError(f"replaces its buffer {name}", Whole(self.scope.path))
-            replaced.append((before, after))
-        with self.silent():
-            # One may have become another, as where two are swapped.
-            values = [
-                self.function(
-                    torch.Tensor.clone if any(after is each for each, _ in replaced) else torch.Tensor.detach,
-                    (after,),
-                    {},
-                )
-                for _, after in replaced
-            ]
-            for (before, _), value in zip(replaced, values, strict=True):
-                self.function(torch.Tensor.copy_, (before, value), {})
+        self.rebinding.note(inside, self.scope)
         self.check_drawn()
 
-    def _held_by(self, module: nn.Module) -> tuple[dict[str, torch.Tensor | None], dict[Any, object]]:
-        """The buffers of a module, and `_parts_of` it, to be compared when it is left."""
-        return dict(module._buffers), self._parts_of(module)
-
-    def _parts_of(self, module: nn.Module) -> dict[tuple[nn.Module, str], object]:
-        """All parameters and modules in a module, by what holds them and their names there.
-
-        What a part that is kept whole holds is its own affair.
-        """
-        found: dict[tuple[nn.Module, str], object] = {}
-        left, seen = [module], {module}
+    def _looked_into(self, module: nn.Module) -> list[nn.Module]:
+        """A module and all in it but the parts that are kept whole: what these hold is their own affair."""
+        found, left = dict.fromkeys([module]), [module]
         while left:
-            holder = left.pop()
-            for held in (holder._parameters, holder._modules):
-                found |= {(holder, name): part for name, part in held.items()}
-            inner = [part for part in holder._modules.values() if part is not None and part not in seen]
-            seen.update(inner)
-            left += [
-                part for part in inner if Whole(self.paths.get(id(part), "")) not in self.findings.opaque
+            inner = [
+                part
+                for part in left.pop()._modules.values()
+                if part is not None
+                and part not in found
+                and Whole(self.paths.get(id(part), "")) not in self.findings.opaque
             ]
-        return found
+            found |= dict.fromkeys(inner)
+            left += inner
+        return list(found)
+
+    def _parts_of(self, modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], object]:
+        """All parameters and modules that some modules hold, by what holds them and their names there."""
+        return {
+            (holder, name): part
+            for holder in modules
+            for held in (holder._parameters, holder._modules)
+            for name, part in held.items()
+        }
 
     def check_drawn(self) -> None:
         """Refuse what the current module itself has drawn so far from other generators than torch's."""
@@ -433,7 +418,8 @@ class Recorder:
     def finish(self, result: Any) -> Recording:
         """The recording of the run, which has returned ``result``."""
         self.failures.check()
-        self._leave(self.model, *self._before)
+        self._leave(self.model, self._before)
+        self.rebinding.overwrite(self.model.modules())
         unfollowed = self.dtypes.unfollowed
         if self.findings.holds_dtypes:
             self.decisions.hold_unfollowed(unfollowed)
@@ -496,6 +482,10 @@ class Recorder:
         """
         source = source_line()
         if mask is None or self.inside or source in self.findings.unproven:
+            return None
+        line = self.frames.number(user_frame()), source
+        self._asks[line] += 1
+        if self._asks[line] > MOST_ASKED:
             return None
         number = abs(mask.selects) or 1 + max((asked.number for asked in self._asked), default=0)
         if mask.selects not in (0, -number if inverted else number):

@@ -97,7 +97,7 @@ class Watch(TorchDispatchMode):
         for func, source in self._aliases.get(storage_of(tensor), []):
             detached = func is torch.ops.aten.detach.default
             grows = source.requires_grad and not detached
-            if source is not tensor and tensor.requires_grad == grows and _lies_as(tensor, source):
+            if source is not tensor and tensor.requires_grad == grows and lies_as(tensor, source):
                 yield source, detached
 
     def is_empty(self, tensor: torch.Tensor) -> bool:
@@ -183,7 +183,7 @@ class Watch(TorchDispatchMode):
                     self._ragged[tensor] = True
 
 
-def _lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors that share memory are made of the same numbers in it."""
     one, another = (
         (each.dtype, each.shape, each.stride(), each.storage_offset()) for each in (tensor, other)
