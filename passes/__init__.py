@@ -12,6 +12,7 @@ from pdp_fx.passes.find_sites import FindSites
 from pdp_fx.passes.fix_mode import FixMode
 from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
 from pdp_fx.passes.harden_masks import HardenMasks
+from pdp_fx.passes.hold_ranks import HoldRanks
 from pdp_fx.passes.label_channels import LabelChannels
 from pdp_fx.passes.mask_channels import MaskChannels
 from pdp_fx.passes.mask_weights import MaskWeights
@@ -40,6 +41,7 @@ CONVERT = Pipeline(
         ShrinkChannels(),  # pruned channels leave every tensor
         CheckOrder(),  # channels still meet the same channels
         FoldBatchNorm(),  # BatchNorm goes into the layer before it
+        HoldRanks(),  # inputs have as many axes as the example, if that matters
         VerifyEquivalence(),  # outputs are those of the prepared model
     )
 )

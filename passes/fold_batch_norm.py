@@ -14,6 +14,7 @@ that it calls. It is folded if it passes its weight to a convolution unchanged, 
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -21,6 +22,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, fx, nn
 
+from pdp_fx.channels.kept import placed_before
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Shapes, shapes
 from pdp_fx.naming import free_name
@@ -29,6 +31,7 @@ from pdp_fx.ops.kinds import attribute
 from pdp_fx.passes.harden_masks import swap_tensors
 from pdp_fx.tracing.functions import METADATA, SIZES
 from pdp_fx.tracing.leaves import has_hooks
+from pdp_fx.tracing.objects import MethodOf
 
 BIAS = 2
 """The place of the bias among the arguments of a convolution or linear function."""
@@ -79,6 +82,8 @@ class FoldBatchNorm(Pass):
         for pair in _on_channels(gm, pairs, ctx):
             folded = pair.folded()
             if folded is not None:
+                if len(pair.after.ranks) > 1:
+                    _hold_to_rank(pair)
                 _write(gm, pair, *folded)
                 edited = True
         return edited
@@ -92,6 +97,9 @@ def _uses(gm: fx.GraphModule) -> Counter[int]:
             module = gm.get_submodule(str(node.target))
             uses[id(module)] += 1
             uses.update(id(tensor) for tensor in [*module.parameters(), *module.buffers()])
+            # What a method that is kept whole uses, others hold.
+            if isinstance(module, MethodOf):
+                uses.update(id(attribute(gm, name)) for name in module.uses)
         elif node.op == "get_attr":
             readers = sum(not _reads_metadata(user) for user in node.users)
             uses[id(attribute(gm, node.target))] += readers
@@ -130,6 +138,17 @@ def _vanishes(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether even the largest weight is subnormal in this dtype, and so has lost digits."""
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     return 0 < largest < torch.finfo(dtype).tiny
+
+
+def _hold_to_rank(pair: Pair) -> None:
+    """Check that the layer's output has its channels on the axis along which the BatchNorm scaled it."""
+    rank = _weight(pair.before.module).ndim
+    message = (
+        f"{pair.layer.name} has taken a BatchNorm in, which is right only where its output has {rank} axes, "
+        "as for the example inputs; other inputs need a model converted from example_inputs like them"
+    )
+    equal = placed_before(pair.norm, operator.eq, placed_before(pair.norm, "dim", pair.layer), rank)
+    placed_before(pair.norm, torch._assert, equal, message)
 
 
 def _write(gm: fx.GraphModule, pair: Pair, weight: Tensor, bias: Tensor) -> None:

@@ -27,12 +27,14 @@ class Reference:
         labels: whether outputs of whole numbers, such as predicted labels, must be equal; not once those of a
             copy in float64 were.
         others: inputs of other sizes, how they differ from the example, and the outputs on them.
+        ranks: inputs with more or fewer axes, and the outputs on them.
     """
 
     outputs: tuple[Tensor, ...]
     tolerance: float
     labels: bool = True
     others: tuple[tuple[str, Inputs, tuple[Tensor, ...]], ...] = ()
+    ranks: tuple[tuple[Inputs, tuple[Tensor, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import math
 import pickle
@@ -707,6 +708,27 @@ def test_a_mask_that_changes_training_mode_alone_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(ExplicitLinear, "forward", off)
     with pytest.raises(VerifyError, match="in training mode before anything is pruned.*bug of this package"):
         pdp_fx.prepare(model, at_once(RULES["unstructured"]), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("factor", [1 + 2**-52, 1 + 1e-4])
+def test_rounding_that_a_model_amplifies_is_told_from_masks_that_change_it(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Amplifies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b((h - h.float().double()) * 1e7)
+
+    forward: Callable[..., Tensor] = ExplicitLinear.forward
+    monkeypatch.setattr(ExplicitLinear, "forward", lambda *args, **kwargs: forward(*args, **kwargs) * factor)
+    model, x = Amplifies().double(), torch.randn(3, 32, dtype=torch.float64)
+    off = pytest.raises(VerifyError, match="before anything is pruned")
+    with off if factor > 1 + 1e-6 else contextlib.nullcontext():
+        pdp_fx.prepare(model, at_once(RULES["unstructured"]), x)
 
 
 def test_a_masked_model_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,21 @@ class ExampleCall:
             if self.batch not in (0, size):
                 yield self._changed(lambda rows, size=size: torch.cat([rows] * size)[:size])
 
+    def of_other_ranks(self, lengths: Iterable[int] = ()) -> "Iterator[ExampleCall]":
+        """Calls with one axis more, along which tensors differ, and one with the first example alone.
+
+        Args:
+            lengths: how long the axis is that rows of numbers get in the calls after that.
+        """
+        if not self.batch or self.has_places_elsewhere:
+            return
+        yield self._changed(lambda rows: torch.stack([rows, _another(rows)]))
+        yield self._changed(lambda rows: rows[0])
+        for length in lengths if all(leaf.ndim == 2 for leaf in tensors((self.args, self.kwargs))) else ():
+            yield self._changed(
+                lambda rows, length=length: torch.stack([rows, _another(rows)] * length, 1)[:, :length]
+            )
+
     def sizes(self) -> frozenset[int]:
         """The sizes of all axes but the batch, without those of empty tensors."""
         found = (size for leaf in tensors((self.args, self.kwargs)) for _, size in self.other_axes(leaf))

@@ -189,6 +189,19 @@ def returned_too(m: Reads, x: Tensor) -> Tensor:
     return torch.cat([m.bn(y), y])
 
 
+class HasMethod(Reads):
+    """A method that is kept whole reads the weight."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e9:
+            return x
+        return x * self.conv.weight.sum()
+
+
+def weight_read_by_a_method(m: Reads, x: Tensor) -> Tensor:
+    return m.scaled(m.bn(m.conv(x))) if isinstance(m, HasMethod) else x
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -199,10 +212,11 @@ def returned_too(m: Reads, x: Tensor) -> Tensor:
         weight_read_elsewhere,
         norm_behind_relu,
         returned_too,
+        weight_read_by_a_method,
     ],
 )
 def test_a_norm_that_somebody_else_would_miss_stays(use: Callable[[Reads, Tensor], Tensor]) -> None:
-    gm, edited = fold(Reads(use), torch.randn(2, 4, 3, 3))
+    gm, edited = fold(HasMethod(use), torch.randn(2, 4, 3, 3))
     assert not edited
     assert norms(gm) == ["bn"]
 
@@ -230,6 +244,19 @@ def test_a_layer_with_a_hook_stays() -> None:
     model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(4, 4, 1)), nn.BatchNorm2d(4))
     model(torch.randn(2, 4, 3, 3))
     assert norms(fold(model, torch.randn(2, 4, 3, 3))[0]) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "example", "other"),
+    [(nn.Linear(4, 6), (3, 4), (3, 6, 4)), (nn.Conv1d(6, 6, 1), (4, 6, 6), (6, 6))],
+)
+def test_what_was_folded_is_held_to_the_axes_that_the_norm_had(
+    layer: nn.Module, example: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    gm, edited = fold(nn.Sequential(layer, nn.BatchNorm1d(6)), torch.randn(example))
+    assert edited
+    with pytest.raises(AssertionError, match="_0 has taken a BatchNorm in, .* its output has . axes"):
+        gm(torch.randn(other, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("length", [5, 6])
