@@ -26,6 +26,7 @@ from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.objects import join_methods
+from pdp_fx.tracing.relinking import relink
 from pdp_fx.weights.sources import sources_of, stored_nodes
 from pdp_fx.weights.without_gradients import part_to_leave, switches_off
 from pdp_fx.weights.writes import Writes, idle_in_eval, read_to_write, reads_layout, writes
@@ -145,6 +146,7 @@ def swap_modules(root: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
         if module in swaps:
             root.set_submodule(name, swaps[module])
     if swaps:
+        relink(root.modules(), swaps)
         join_methods(root)
 
 

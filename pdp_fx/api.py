@@ -41,6 +41,7 @@ from pdp_fx.tracing.examples import ExampleCall, ExampleInputs, Inputs
 from pdp_fx.tracing.generators import own_generators
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.preserve import preserved, unwritten
+from pdp_fx.tracing.relinking import relink
 from pdp_fx.wrapping import refuse_more_than_wrapped, refuse_wrapped
 
 logger = logging.getLogger(__name__)
@@ -271,6 +272,7 @@ def _unshare_modules(gm: fx.GraphModule, model: nn.Module) -> None:
     for name, module in named_modules(gm):
         if module in shared:
             gm.set_submodule(name, copies.setdefault(module, twin(module)))
+    relink(copies.values(), copies)
     join_methods(gm)
 
 

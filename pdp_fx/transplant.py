@@ -35,6 +35,7 @@ from pdp_fx.tracing.leaves import is_layer
 from pdp_fx.tracing.module import in_double
 from pdp_fx.tracing.outcome import Outcome
 from pdp_fx.tracing.preserve import unwritten
+from pdp_fx.tracing.relinking import relink
 from pdp_fx.tracing.shells import is_shell
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.verify import tried
@@ -143,6 +144,7 @@ def _fill(made: nn.Module, small: fx.GraphModule, gm: fx.GraphModule) -> Lengths
                 _become(own[path], layer)
             else:
                 made.set_submodule(path, layer)
+                relink(made.modules(), {own[path]: layer})
     owners = dict(named_modules(made))
     read = dict(
         (*small.named_parameters(remove_duplicate=False), *small.named_buffers(remove_duplicate=False))

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.autograd import Function
 
 from pdp_fx.ops.explicit import twin
+from pdp_fx.tracing.relinking import relink
 from pdp_fx.tracing.shells import is_shell
 
 
@@ -262,14 +263,17 @@ class _Joined:
     def of(cls, model: nn.Module, tree: nn.Module, used: AbstractSet[int] | None = None) -> "_Joined":
         """The model on the layers and tensors of ``tree``, or on those that are used, by their ids."""
         made: dict[int, tuple[nn.Module, nn.Module]] = {}
+        swaps: dict[nn.Module, nn.Module] = {}
 
         def joined(module: nn.Module, own: nn.Module) -> nn.Module:
             if id(module) in made:
                 return made[id(module)][0]
             if own is not tree and not is_shell(own):
+                if own is not module:
+                    swaps[module] = own
                 return own
             # Its tables are its own: hooks that the method registers are not to show on the user's model.
-            other = twin(module)
+            other = swaps[module] = twin(module)
             made[id(module)] = other, own
             vars(other).update({name: vars(own)[name] for name in _TENSORS})
             inside = {
@@ -293,6 +297,7 @@ class _Joined:
             return not inside or not inside.isdisjoint(used or ())
 
         root = joined(model, tree)
+        relink((other for other, _ in made.values()), swaps)
         return cls(root, tuple(pair for pair in made.values() if pair[0] is not root))
 
     def in_mode(self, training: bool) -> nn.Module:
