@@ -16,7 +16,7 @@ from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import fresh, trial
 from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
-from pdp_fx.raw_reads import READS_RAW, RawReads
+from pdp_fx.raw_reads import READS_RAW, RawReads, named_in_code
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.leaves import has_hooks
 from pdp_fx.tracing.modes import called_module, called_modules
@@ -241,11 +241,20 @@ def _read_raw(gm: fx.GraphModule, names: dict[int, str], inputs: Inputs | None) 
     wholes = [module for module in called if kind_of(module) is None]
     layers = [layer for module in wholes for layer in layers_in(gm, module)]
     layers += [layer for layer in called if kind_of(layer) is not None and has_hooks(layer)]
-    if inputs is None or not layers:
-        return frozenset()
-    args, kwargs = fresh(inputs)
-    reads = RawReads(wholes, layers, gm.parameters())
-    return frozenset(names[parameter] for parameter in reads.run(lambda: gm(*args, **kwargs)))
+    named = [parameter for module in wholes for parameter in _named_in_code(gm, module)]
+    found = {id(parameter) for parameter in named}
+    if inputs is not None and layers:
+        args, kwargs = fresh(inputs)
+        found |= RawReads(wholes, layers, gm.parameters()).run(lambda: gm(*args, **kwargs)).keys()
+    return frozenset(names[parameter] for parameter in found)
+
+
+def _named_in_code(gm: fx.GraphModule, whole: nn.Module) -> list[nn.Parameter]:
+    """The parameters of layers that the code of a module or method that is kept whole names."""
+    layers = layers_in(gm, whole)
+    if isinstance(whole, MethodOf):
+        return named_in_code(whole.owner, layers, whole.method)
+    return named_in_code(whole, layers)
 
 
 _RAW = f"{READS_RAW.format('it')}, out of reach of a mask"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pdp_fx.allocation import uniform_share
-from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
 from pdp_fx.policy import MILLION, UNSET, MaskPolicy, NMPolicy, WeightPolicy
+from pdp_fx.policy_names import policy_text
 
 WAY_OUT = (
     "prepare with the spec of the checkpoint, or leave out its keys that begin with '{}' to load the weights "
@@ -53,13 +53,12 @@ def conflicts(
     targets = {name: int(units[0]) for name, units in saved.items()}
     found = _other_totals(masks, rules, allocation == "uniform", targets)
     others, elsewhere = _differs(state.get(f"{prefix}seal"), seal(rules, allocation, computed))
-    sealed = [name for name, mask in masks if isinstance(mask, ChannelPolicy | NMPolicy)]
-    if others and any(targets.get(name, UNSET) != UNSET for name in sealed):
-        texts = dict.fromkeys(rule_text(rule) for rule in rules.values() if isinstance(rule, Channels | NM))
+    if others and any(targets.get(name, UNSET) != UNSET for name, mask in masks if mask.planned):
+        texts = ", ".join(dict.fromkeys(map(rule_text, rules.values())))
         found.insert(
             0,
-            "the checkpoint's channels or patterns follow other rules, or another allocation, than "
-            + ", ".join(texts),
+            "the checkpoint's masks follow other rules, another policy or another allocation, than "
+            f"{texts} with allocation={allocation!r}",
         )
     elif elsewhere and int(state.get(f"{prefix}counter", 0)) > 0:
         found.insert(
@@ -97,24 +96,28 @@ def _other_totals(
 
 
 def seal(rules: Mapping[str, Rule], allocation: str, computed: Iterable[str]) -> int:
-    """A digest of the rules of channels and N:M patterns, which targets do not tell, and of where masks are.
+    """A digest of what targets do not tell of the rules, of the allocation, and of where masks are.
 
     It is odd and has 62 bits, so no floating-point number equals it: if the state is cast to floating point
     and back, or averaged, the seal changes.
 
     Args:
         rules: the rule of each mask, by name.
-        allocation: that of the spec, on which the targets of channels depend.
+        allocation: that of the spec.
         computed: the names of the parameters in whose place a computed weight is masked.
     """
-    lines = [
+    lines = [allocation, *(f"{name} {_policy(rule)}" for name, rule in rules.items())]
+    lines += [
         f"{name} {rule.ratio} {rule.mac_reduction} {rule.round_to} {rule.min_channels}"
         for name, rule in rules.items()
         if isinstance(rule, Channels)
     ]
-    lines = [allocation, *lines] if lines else []
     lines += [f"{name} {rule.keep}:{rule.of}" for name, rule in rules.items() if isinstance(rule, NM)]
     return ((1 << _HALF | _digest(lines)) << _HALF | _digest(sorted(computed))) << 1 | 1
+
+
+def _policy(rule: Rule) -> str:
+    return policy_text(rule.policy) if callable(rule.policy) else ""
 
 
 def _digest(lines: Iterable[str]) -> int:

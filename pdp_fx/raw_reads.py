@@ -6,13 +6,19 @@ without its mask.
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pdp_fx.tracing.functions import SIZES, name_of, only_looks
+from pdp_fx.tracing.expressions import definition
+from pdp_fx.tracing.functions import METADATA, SIZES, name_of, only_looks
+from pdp_fx.tracing.source import is_users
 
 READS_RAW = (
     "a module that is kept whole, or a hook, reads {} without calling its layer, or calls it with another "
@@ -90,3 +96,65 @@ class RawReads(TorchFunctionMode):
                     if isinstance(each, nn.Parameter) and id(each) in self._wanted:
                         self.found[id(each)] = each
         return func(*args, **kwargs)
+
+
+def named_in_code(
+    whole: nn.Module, layers: Collection[nn.Module], start: str = "forward"
+) -> list[nn.Parameter]:
+    """The parameters of layers that the code of a module names, as in ``linear(x, self.layer.weight)``.
+
+    A run shows only those of the branches that it takes.
+
+    Args:
+        whole: the module, or the object whose method runs.
+        layers: the layers in question.
+        start: the method that is called first; those that it names are looked into, too.
+    """
+    named: dict[str, list[nn.Parameter]] = {}
+    for layer in layers:
+        for name, parameter in layer.named_parameters(recurse=False):
+            named.setdefault(name, []).append(parameter)
+    found = dict[int, nn.Parameter]()
+    for part in whole.modules() if named else ():
+        if part in layers:
+            continue
+        for node in _attributes_read(type(part), start if part is whole else "forward"):
+            value = _value(part, node) if node.attr in named else None
+            known = isinstance(value, torch.Tensor)
+            found |= {id(p): p for p in named.get(node.attr, ()) if p is value or not known}
+    return list(found.values())
+
+
+@lru_cache(maxsize=4096)
+def _attributes_read(kind: type, start: str) -> tuple[ast.Attribute, ...]:
+    """The attributes that a method of a user's class reads for more than their size and the like.
+
+    Those that the methods which it names read are among them.
+    """
+    found: list[ast.Attribute] = []
+    todo, seen = [start], {start}
+    while todo:
+        method = getattr(kind, todo.pop(), None)
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        function = definition(code) if code is not None and is_users(code.co_filename) else None
+        if function is None:
+            continue
+        nodes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+        asked = {id(node.value) for node in nodes if node.attr in METADATA | SIZES}
+        read = [node for node in nodes if isinstance(node.ctx, ast.Load) and id(node) not in asked]
+        found += read
+        new = {node.attr for node in read if inspect.isfunction(getattr(kind, node.attr, None))} - seen
+        seen |= new
+        todo += new
+    return tuple(found)
+
+
+def _value(owner: nn.Module, node: ast.expr) -> Any:
+    """What an attribute of ``self`` is now, as in ``self.layer.weight``; None if that is not known."""
+    if isinstance(node, ast.Name):
+        return owner if node.id == "self" else None
+    if not isinstance(node, ast.Attribute):
+        return None
+    holder = _value(owner, node.value)
+    tables = (vars(holder), holder._parameters, holder._modules) if isinstance(holder, nn.Module) else ()
+    return next((table[node.attr] for table in tables if node.attr in table), None)

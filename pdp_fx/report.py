@@ -16,6 +16,7 @@ from pdp_fx.channels.analysis import analyse
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context
+from pdp_fx.errors import TraceError
 from pdp_fx.example_inputs import fresh, normalised, trial
 from pdp_fx.passes.find_sites import FindSites, Sites
 from pdp_fx.planning import parameters_of, weight_of
@@ -150,7 +151,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
 
     Raises:
         StateError: the model holds several prepared models, or is on the meta device.
-        TraceError: a model that was never prepared cannot be traced.
+        TraceError: a model that was never prepared cannot be traced, or fails on the inputs.
     """
     found = find_all(model)
     refuse_empty(model, "report")
@@ -158,13 +159,19 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
         reshard(model)
         return _of_prepared(*find_one(model, "report"))
     gm = model if isinstance(model, fx.GraphModule) else trace(model, example_inputs)
-    ctx = Context(PruneSpec(Unstructured(0.5)))
-    FindSites().run(gm, ctx)
     inputs = normalised(example_inputs)
+    ctx = Context(PruneSpec(Unstructured(0.5)), inputs)
     channels = None
-    if inputs is not None:
-        with trial(gm):
-            channels = analyse(gm, fresh(inputs))
+    try:
+        FindSites().run(gm, ctx)
+        if inputs is not None:
+            with trial(gm):
+                channels = analyse(gm, fresh(inputs))
+    except Exception as err:
+        if inputs is None:
+            raise
+        said = next(iter(str(err).splitlines()), "")
+        raise TraceError(f"the model fails on the example inputs: {type(err).__name__}: {said}") from err
     names = [site.parameter for site in ctx.get(Sites).weights]
     weights = {name: weight_of(gm, name).detach() for name in names}
     uses = _positions(channels)

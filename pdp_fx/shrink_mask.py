@@ -60,7 +60,7 @@ class ShrinkMask(Thresholded):
             return weight
         pruned = self.pruned(weight)
         factor = torch.where(pruned, PRUNED_GRADIENT, 1.0).to(weight.dtype)
-        return straight_through(weight, self._shrunk(weight, pruned), factor)
+        return straight_through(weight, self._shrunk(weight.detach(), pruned), factor)
 
     def hard(self, weight: Tensor) -> Tensor:
         return weight if self.idle(weight) else self._shrunk(weight, self.pruned(weight))
@@ -70,7 +70,7 @@ class ShrinkMask(Thresholded):
         return self._mask(weight.detach(), self.pruned(weight))
 
     def _shrunk(self, weight: Tensor, pruned: Tensor) -> Tensor:
-        return (weight.detach() * self._mask(weight.detach(), pruned)).to(weight.dtype)
+        return (weight * self._mask(weight.detach(), pruned)).to(weight.dtype)
 
     def _mask(self, weight: Tensor, pruned: Tensor) -> Tensor:
         """m, in the shape of the weight and in `compute_dtype`; 1 everywhere while nothing is pruned."""

@@ -49,6 +49,44 @@ def test_the_count_of_a_pruned_model_is_foretold_exactly(name: str, ratio: float
     assert foretold.macs(list(counts(prepared).values())) == counted(pdp_fx.convert(prepared), x)
 
 
+class TrainsMore(nn.Module):
+    """What training alone computes: a head, or a layer once more.
+
+    Args:
+        how: which.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.stem, self.body = how, nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, 4)
+        self.aux = nn.Sequential(
+            nn.Conv2d(16, 16, 3), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Conv2d(16, 4, 1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        y = x
+        for _ in range(3 if self.how == "loop" and self.training else 1):
+            y = self.body(y).relu_()
+        y = self.head(y.mean((2, 3)))
+        return y + 0.3 * self.aux(x).mean((2, 3)) if self.how == "head" and self.training else y
+
+
+@pytest.mark.parametrize("how", ["head", "loop"])
+def test_what_training_alone_computes_does_not_count(how: str) -> None:
+    model, x = TrainsMore(how), torch.randn(2, 3, 8, 8)
+    prepared = pdp_fx.prepare(model, at_once(Channels(mac_reduction=0.5)), x)
+    dense = counted(model, x)
+    assert pdp_fx.report(prepared).macs == dense
+    pdp_fx.step(prepared)
+    left = pdp_fx.report(prepared).macs_left
+    assert left is not None
+    converted = pdp_fx.convert(prepared)
+    assert left == counted(converted, x) == pdp_fx.report(converted, x).macs
+    assert 0.5 <= 1 - left / dense < 0.6
+
+
 def test_macs_are_per_example_at_the_resolution_of_the_inputs() -> None:
     model, _ = net("conv")
     for batch, size in ((1, 8), (5, 8), (2, 12)):

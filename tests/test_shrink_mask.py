@@ -79,6 +79,15 @@ def test_kept_weights_get_the_whole_gradient_and_pruned_ones_half() -> None:
     assert torch.equal(w.grad, torch.where(mask.pruned(w), 1.5, 3.0).double())
 
 
+def test_in_eval_mode_kept_weights_get_their_share_of_the_gradient() -> None:
+    w = weight(10, 10)
+    mask = masked(40).eval()
+    mask(w).sum().backward()
+    assert w.grad is not None
+    torch.testing.assert_close(w.grad, mask.values(w).double(), rtol=1e-6, atol=0)
+    assert int((w.grad == 0).sum()) == 40
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     w, mask = weight(10, 10), masked(40)

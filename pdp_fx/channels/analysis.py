@@ -51,6 +51,7 @@ from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
 from pdp_fx.tracing.modes import in_eval_form
 from pdp_fx.tracing.structure import children, has_tensors, tensors
+from pdp_fx.weights.writes import unused_in_eval
 
 RULE_MODULES = (
     rules_attention,
@@ -140,6 +141,7 @@ def observe(
     """
     flow = LabelFlow(gm, out_of_reach, element_by_element, rule_of, inner)
     flow.grouped_before = grouped
+    flow.idle = frozenset(node.name for node in unused_in_eval(gm.graph))
     computed = {by.node: by for by in stand_ins}
 
     def after(node: fx.Node, flow: LabelFlow, result: Any) -> None:

@@ -75,6 +75,7 @@ class LabelFlow(TorchDispatchMode):
         node: the name of the graph node that is running.
         source: the line of the model's code that it comes from.
         sized: what this node has laid out by sizes or positions in its arguments.
+        idle: the nodes that do nothing in eval mode, whose multiply-accumulates do not count.
         masks_norm: whether this node is a norm that can be given a mask.
         looked: whether this node has read a number out of a tensor.
         drew: whether this node has drawn random numbers.
@@ -95,6 +96,7 @@ class LabelFlow(TorchDispatchMode):
         self.node = "input"
         self.source = ""
         self.sized: list[Sized] = []
+        self.idle: frozenset[str] = frozenset()
         self.masks_norm = False
         self.grouped_before: Mapping[tuple[str, str], bool] = {}
         self.looked = False
@@ -433,9 +435,11 @@ class LabelFlow(TorchDispatchMode):
         behind = [origins(layer) for layer in self.layers(weight)]
         if of_data:
             self.record.weighing.update(slot for slots in behind for slot in slots)
+        counts = of_data and self.node not in self.idle
+        if counts:
             self.record.uses.append(Use(self._axes(weight), positions))
         for name, share in self.stored.shares(weight, [*behind, *([made.slot] for made in lost)]).items():
-            used = positions * share if of_data else 0.0
+            used = positions * share if counts else 0.0
             self.record.contractions.append(Contraction(name, used, self.node, inputs))
 
     def _axes(self, weight: Tensor) -> tuple[np.ndarray | int, ...]:

@@ -34,7 +34,7 @@ class Contraction:
     Attributes:
         weight: the parameter's qualified name.
         positions: how often each number of the parameter is used, summed over the batch; below 1 if only a
-            part of it is used, and 0 in a product with other parameters.
+            part of it is used, and 0 in a product with other parameters or in training only.
         node: the graph node that does it.
         inputs: the labels of the input channels, or None when they have none.
     """

@@ -31,6 +31,22 @@ def idle_in_eval(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def unused_in_eval(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a graph in the form that it has in eval mode whose results nobody reads there.
+
+    Those of an auxiliary head are, which the graph runs in training only.
+    """
+    found = idle_in_eval(graph)
+    for node in reversed(graph.nodes):
+        acts = node.is_impure(impure_random=False) or not all(
+            each.op not in ("placeholder", "get_attr") and found.issuperset(each.users.keys() - {node})
+            for each in (written_by(node) if acts_in_place(node) else ())
+        )
+        if not acts and found.issuperset(node.users):
+            found.add(node)
+    return found
+
+
 def read_to_write(
     graph: fx.Graph, written: Writes, trains: set[fx.Node], element_by_element: Collection[str]
 ) -> set[fx.Node]:

@@ -207,6 +207,45 @@ def test_a_weight_that_is_read_without_calling_its_layer_stays_where_no_mask_rea
     assert "reads it without calling its layer" in unfit["0.read.weight"]
 
 
+class ReadsElsewhere(ReadsInside):
+    """Takes weights in branches that the example does not take, and names others for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.left = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.called.weight)
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.read.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.left(self.listed(self.called(x).to(self.called.weight.dtype)))
+        return self.read(x) if x.sum() > -1e9 else self.other(x)
+
+
+class ReadsOfAny(ReadsElsewhere):
+    """Takes the weight of a layer that its code does not tell."""
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        layers: Any = self.children()
+        for layer in layers:
+            x = functional.linear(x, layer.weight)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"), [(ReadsElsewhere, {"read"}), (ReadsOfAny, {"called", "read", "listed", "left"})]
+)
+def test_a_weight_that_is_read_in_another_branch_than_the_examples_stays(
+    kind: type[nn.Module], read: set[str]
+) -> None:
+    found = sites(nn.Sequential(kind(), nn.Linear(8, 2)), torch.randn(2, 8)).weights
+    unfit = {site.parameter.split(".")[1] for site in found if "without calling its layer" in site.unfit}
+    assert unfit == read
+
+
 @pytest.mark.parametrize("rule", [Unstructured(0.5), Channels(ratio=0.5)])
 @pytest.mark.parametrize(("hooked", "read"), [(0, 0), (2, 2), (0, 2), (2, 0)])
 def test_a_weight_that_a_hook_of_a_layer_reads_is_not_masked(rule: Rule, hooked: int, read: int) -> None:

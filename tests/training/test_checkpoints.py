@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import pdp_fx
 from pdp_fx import NM, Channels, MaskSite, PruneSpec, Schedule, StateError, Unstructured, WeightPolicy
 from pdp_fx.granularity import rule_text
-from pdp_fx.spec import Rule
+from pdp_fx.spec import Allocation, Rule
 from tests.training.nets import RULES, Net, batch, prepared, pruned_counts, sgd, state, training_step
 from tests.training.resumable import STEPS, run
 
@@ -242,6 +242,23 @@ def test_a_checkpoint_of_a_pattern_that_prunes_as_many_of_each_group_is_refused(
     again = prepared(rule)
     again.load_state_dict(model.state_dict())
     assert pruned_counts(again) == pruned_counts(model)
+
+
+@pytest.mark.parametrize(
+    ("rule", "allocation"),
+    [(Unstructured(0.5), "uniform"), (Unstructured(0.5, policy=pdp_fx.ShrinkMask), "global")],
+)
+def test_a_checkpoint_of_another_allocation_or_policy_is_refused_once_targets_are_fixed(
+    rule: Rule, allocation: Allocation
+) -> None:
+    net, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(2, 8)
+    schedule = Schedule(start=0, epsilon=0.5)
+    model = pdp_fx.prepare(net, PruneSpec(Unstructured(0.5), schedule=schedule), x)
+    other = pdp_fx.prepare(net, PruneSpec(rule, schedule=schedule, allocation=allocation), x)
+    other.load_state_dict(model.state_dict())
+    pdp_fx.step(model)
+    with pytest.raises(RuntimeError, match=rf"another policy or .*allocation='{allocation}'"):
+        other.load_state_dict(model.state_dict())
 
 
 def test_a_checkpoint_from_before_the_ramp_of_other_channels_leaves_a_model_that_converts() -> None:
