@@ -17,7 +17,7 @@ from torch import nn
 
 from pdp_fx.tracing.arguments import all_values
 from pdp_fx.tracing.leaves import has_backward_hooks, has_hooks, is_whole, why_compiled
-from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, version_of
+from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder
 from pdp_fx.tracing.returned import followed
 from pdp_fx.tracing.shapes import Facts
 from pdp_fx.tracing.steps import (
@@ -29,7 +29,7 @@ from pdp_fx.tracing.steps import (
 )
 from pdp_fx.tracing.structure import attributes, plain_leaves, tensors
 from pdp_fx.tracing.unseen import heed, refuse_numbers
-from pdp_fx.tracing.watch import storage_of
+from pdp_fx.tracing.watch import storage_of, version_of
 
 
 def run_module(recorder: Recorder, module: nn.Module, call: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -28,6 +28,9 @@ from pdp_fx.tracing.structure import OF_TORCH
 
 _Memory = functools._lru_cache_wrapper
 
+_MAY_REMEMBER = (FunctionType, _Memory, staticmethod, classmethod)
+"""What a cached function is, or is held by."""
+
 _NOT_THEIRS = (torch.__name__, __name__.partition(".")[0])
 """Packages whose cached functions and methods never get live numbers."""
 
@@ -142,15 +145,24 @@ def _classes(model: nn.Module) -> set[type]:
 
 
 def _found_in(contents: Mapping[str, Any]) -> _Memories:
-    """The cached functions that names stand for."""
-    names, cells = tuple(_remembering(contents)), tuple(_cells(list(contents.values())))
-    return _Memories(names, cells) if names or cells else _NONE
+    """The cached functions that take arguments and that names stand for."""
+    names, functions = list[str](), list[FunctionType]()
+    # Most of a hundred thousand values are neither.
+    for name, value in list(contents.items()):
+        if isinstance(value, _MAY_REMEMBER):
+            bare = _bare(value)
+            if type(bare) is _Memory and _takes_arguments(bare.__wrapped__):
+                names.append(name)
+            elif type(bare) is FunctionType and bare.__closure__:
+                functions.append(bare)
+    cells = tuple(_cells(functions))
+    return _Memories(tuple(names), cells) if names or cells else _NONE
 
 
-def _cells(values: Iterable[Any], depth: int = DEPTH) -> Iterator[CellType]:
+def _cells(functions: Iterable[FunctionType], depth: int = DEPTH) -> Iterator[CellType]:
     """The cells in which functions hold cached functions, directly or through other functions."""
-    for function in map(_bare, values):
-        for cell in (function.__closure__ or ()) if type(function) is FunctionType else ():
+    for function in functions:
+        for cell in function.__closure__ or ():
             held = _in(cell)
             if type(held) is _Memory and _takes_arguments(held.__wrapped__):
                 yield cell
@@ -164,15 +176,6 @@ def _in(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _remembering(contents: Mapping[str, Any]) -> list[str]:
-    """The names of cached functions that take arguments."""
-    return [
-        name
-        for name, value in list(contents.items())
-        if type(_bare(value)) is _Memory and _takes_arguments(_bare(value).__wrapped__)
-    ]
 
 
 def _bare(value: Any) -> Any:

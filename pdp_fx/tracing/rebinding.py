@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pdp_fx.tracing.steps import Scope, UnrecordableError, Whole
+from pdp_fx.tracing.steps import (
+    Attribute,
+    Constant,
+    Expr,
+    Scope,
+    Step,
+    UnrecordableError,
+    Whole,
+    with_steps,
+)
 from pdp_fx.tracing.structure import kind_of_tensor
-from pdp_fx.tracing.watch import lies_as, storage_of
+from pdp_fx.tracing.watch import lies_as, storage_of, version_of
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder
@@ -36,6 +45,9 @@ class Rebinding:
         modules = list(recorder.model.modules())
         self._first = {(each, name): buffer for each in modules for name, buffer in each._buffers.items()}
         self._now = dict(self._first)
+        self._versions = {
+            place: version_of(first) for place, first in self._first.items() if first is not None
+        }
         self._names = {each: each._buffers.keys() | set[str]() for each in modules}
         self._written: dict[tuple[Place, str], tuple[Scope, torch.Tensor]] = {}
 
@@ -91,6 +103,8 @@ class Rebinding:
             if before and value.requires_grad:
                 why = f"gives {before} a tensor with gradients as buffer {place[1]}"
                 raise UnrecordableError(why, Whole(path))
+        if not before:
+            self._keep_what_was_read({place for place, _ in mine})
         memories = {storage_of(first) for place, _ in mine if (first := self._first[place]) is not None}
         values: list[tuple[Scope, torch.Tensor, torch.Tensor]] = []
         for (place, _), (scope, value) in mine.items():
@@ -106,6 +120,24 @@ class Rebinding:
             place = key[0]
             del self._written[key]
             place[0]._buffers[place[1]] = self._now[place] = self._first[place]
+
+    def _keep_what_was_read(self, places: Iterable[Place]) -> None:
+        """Let steps read copies of buffers that are about to be overwritten, which backward may need."""
+        for place in places:
+            first = self._first[place]
+            # What was written to in place before stays one with what was read.
+            if first is None or not first.is_floating_point() or version_of(first) != self._versions[place]:
+                continue
+            read = self._recorder.origins.value(first)
+            copy = Expr("clone", (read,))
+            for step in self._recorder.steps:
+                if not _saves_nothing(step):
+                    given = with_steps(
+                        lambda each, read=read, copy=copy: copy if each == read else each,
+                        (step.args, step.kwargs),
+                        Attribute,
+                    )
+                    step.args, step.kwargs = given
 
     def pass_over(self, modules: Iterable[nn.Module]) -> None:
         """Leave alone what a part that is kept whole has put in the places of its buffers."""
@@ -124,3 +156,16 @@ class Rebinding:
                 return recorder.function(function, args, {})
         finally:
             recorder.scope = outer
+
+
+_SAVE_NOTHING = frozenset(
+    "add sub rsub neg detach clone copy_ zeros_like ones_like full_like empty_like mean sum cat stack".split()
+)
+"""Functions whose gradients need none of their arguments."""
+
+
+def _saves_nothing(step: Step) -> bool:
+    """Whether the gradient of a step needs nothing that it reads, as that of a product with a number."""
+    computed = [arg for arg in step.args if isinstance(arg, Step | Attribute | Constant | Expr)]
+    scales = step.called in ("mul", "div") and len(computed) == 1
+    return scales or step.called in _SAVE_NOTHING or step.op == "placeholder"

@@ -63,7 +63,7 @@ from pdp_fx.tracing.steps import (
 from pdp_fx.tracing.structure import has_tensors, tensors
 from pdp_fx.tracing.time_limit import TooLongError
 from pdp_fx.tracing.unseen import heed, refuse_numbers
-from pdp_fx.tracing.watch import Watch
+from pdp_fx.tracing.watch import Watch, version_of
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -675,8 +675,3 @@ def refuse_ragged(what: str, value: Value) -> None:
     """Refuse that the model uses a size or number that depends on data for more than arithmetic."""
     kind = "a number in a tensor" if is_read(value) else "a size that depends on the numbers in a tensor"
     raise NumberReadError(f"{what} {kind}", None)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; 0 for an inference tensor, which has no counter."""
-    return 0 if tensor.is_inference() else tensor._version

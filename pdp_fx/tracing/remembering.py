@@ -43,12 +43,17 @@ def remembering(
         and all(_acts_as_recorded(gm, model, example, training, findings) for training in (False, True))
     ):
         return {}
-    found: dict[Whole, str] = {}
-    for path, module in model.named_modules():
-        if path and module in changes and Whole(path) not in findings.lasting:
-            found[Whole(path)] = f"keeps {_listed(changes[module])} for its next call, outside its buffers"
-    if found:
-        return found
+    kept = [(path, module) for path, module in model.named_modules() if module in changes]
+    # Or who holds such a module has changed it.
+    holders = [(path.rpartition(".")[0], module) for path, module in kept]
+    for places in (kept, holders):
+        found = {
+            Whole(path): f"keeps {_listed(changes[module])} for its next call, outside its buffers"
+            for path, module in places
+            if path and Whole(path) not in findings.lasting
+        }
+        if found:
+            return found
     names = _listed(changes.get(model) or [name for names in changes.values() for name in names])
     raise TraceError(
         f"cannot trace the forward of {type(model).__name__} itself: it keeps {names} for its next call, "

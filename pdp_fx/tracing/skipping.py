@@ -10,6 +10,7 @@ too. There `torch.where` chooses: what the branch computes is cheap, and no numb
 """
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,9 +123,25 @@ def _taken_in_full(base: Recording, other: Recording, in_eval: Recording | None)
 
 def is_drawn(value: Any) -> bool:
     """Whether a value is a tensor computed from random numbers, and from no inputs, parameters or buffers."""
-    return all(
-        _is_looked_into(part) and (part.random or _data_of(part)) for part in _computed_from(value, _data_of)
-    )
+    left, reader = [value], dict[Any, Any]({id(value): None})
+    while left:
+        part = left.pop()
+        data = _data_of(part) if _is_looked_into(part) and part not in _NOT_DRAWN else None
+        if data is None or not (part.random or data):
+            while part is not None:
+                if isinstance(part, Step):
+                    _NOT_DRAWN.add(part)
+                part = reader[id(part)]
+            return False
+        for each in data:
+            if id(each) not in reader:
+                reader[id(each)] = part
+                left.append(each)
+    return True
+
+
+_NOT_DRAWN: weakref.WeakSet[Step] = weakref.WeakSet()
+"""Steps that depend on more than random numbers; a loop may ask of what is computed from them each time."""
 
 
 def reads(value: Any, what: str) -> str:

@@ -489,12 +489,18 @@ def identity(value: Any) -> Hashable:
     return tuple(map(identity, value)) if isinstance(value, list | tuple) else value
 
 
-def with_steps(change: Callable[[Step], Any], tree: Any) -> Any:
-    """A structure with each step in it changed, also those that expressions compute with."""
+def with_steps(change: Callable[[Any], Any], tree: Any, kind: type = Step) -> Any:
+    """A structure with each step in it changed, also those that expressions compute with.
+
+    Args:
+        change: gives what takes the place of a step.
+        tree: the structure.
+        kind: what is changed instead of steps.
+    """
     made: dict[Expr, Expr] = {}
 
     def changed(part: Any) -> Any:
-        if isinstance(part, Step):
+        if isinstance(part, kind):
             return change(part)
         if isinstance(part, Expr):
             if part not in made:

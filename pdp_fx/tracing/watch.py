@@ -183,6 +183,11 @@ class Watch(TorchDispatchMode):
                     self._ragged[tensor] = True
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 for an inference tensor, which has no counter."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def lies_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors that share memory are made of the same numbers in it."""
     one, another = (

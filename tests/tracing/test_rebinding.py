@@ -108,6 +108,22 @@ def statistics_before(net: Net, x: Tensor) -> Tensor:
     return net.norm(x)
 
 
+def multiplied_after(net: Net, x: Tensor) -> Tensor:
+    """Backward needs what was in the buffer before."""
+    x = net.inner(x) * net.inner.mem.exp()
+    was = net.norm.running_var
+    assert was is not None
+    net.norm.running_var = was * 0.5
+    return x.relu() * was
+
+
+def weighed(net: Net, x: Tensor) -> Tensor:
+    """Backward needs a part of it, for the gradient of a factor that is trained."""
+    for _ in range(2):
+        net.inner.mem = net.layer.bias * net.inner.mem[:] + x.mean(0)
+    return x + net.inner.mem
+
+
 USES = (
     in_a_loop,
     reset_at_first,
@@ -119,6 +135,8 @@ USES = (
     in_place_after,
     part_of_itself,
     statistics_before,
+    multiplied_after,
+    weighed,
 )
 
 
@@ -226,3 +244,73 @@ def test_what_a_tensor_held_before_its_data_was_set_is_not_what_it_holds() -> No
     gm = trace(Swaps(uses_before=False), torch.randn(3, 4)).eval()
     gm(torch.randn(3, 4))
     assert torch.equal(gm.get_parameter("layer.weight"), gm.get_buffer("average"))
+
+
+class StartsEmpty(nn.Module):
+    """Has nothing in its buffer at first, as a recurrent cell without a state."""
+
+    state: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = x.mean(0) if self.state is None else 0.5 * self.state + x.mean(0)
+        return x + self.state
+
+
+class Empties(nn.Module):
+    """Takes what the call before has left in the cell out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cell = nn.Linear(4, 4), StartsEmpty()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cell.state = None
+        return self.cell(self.cell(self.layer(x)))
+
+
+def test_a_buffer_that_is_emptied_keeps_the_module_that_does_so_whole() -> None:
+    with pytest.raises(TraceError, match=r"keeps state \(None at times\) for its next call"):
+        trace(Empties(), torch.randn(3, 4))
+    model = nn.Sequential(Empties())
+    gm = trace(model, torch.randn(3, 4))
+    assert "state" in opaque(gm)["0"]
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+def test_a_part_that_is_kept_whole_has_one_buffer_under_all_its_names() -> None:
+    class Listed(Net):
+        def __init__(self) -> None:
+            super().__init__(in_a_loop, Leaks(decides=True, detaches=True))
+            self.parts = nn.ModuleList([self.layer, self.inner])
+
+    gm = exact(Listed(), torch.randn(3, 4))
+    assert set(opaque(gm)) == {"inner"}
+    gm(torch.randn(3, 4))
+    state = gm.state_dict()
+    assert torch.equal(state["inner.mem"], state["parts.1.mem"])
+    assert state["inner.mem"].any()
+
+
+def test_a_buffer_that_is_given_to_another_module_is_in_both() -> None:
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.first, self.second = nn.Linear(4, 4), Leaks(), Leaks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.second.mem = self.first.mem
+            x = self.first(self.layer(x))
+            self.second.mem.add_(1)
+            return self.second(x)
+
+    model = Gives()
+    gm = exact(model, torch.randn(3, 4))
+    for training in (False, True):
+        goes_alike(gm, model, training)

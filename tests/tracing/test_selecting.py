@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pdp_fx.tracing import recorder
 from tests.tracing.checks import Around, exact, opaque
 
 EXPERTS, WIDTH = 4, 4
@@ -294,3 +295,20 @@ def test_one_branch_that_stays_whole_leaves_others_followed() -> None:
     model = nn.Sequential(Around(ByCount()), Around(ClampsIfAny()), Around(ByAny()), Around(MeanOrNone()))
     gm = exact(model, torch.randn(30, 4), torch.randn(20, 4))
     assert set(opaque(gm)) == {"made", "made_"}
+
+
+class UntilNone(nn.Module):
+    """Goes on until nothing is selected, which a recording that goes on as if anything were never ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x > 0.5
+        while large.any():
+            x = torch.where(large, x * 0.5, x)
+            large = x > 0.5
+        return x
+
+
+def test_a_loop_until_nothing_is_selected_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST_ASKED", 100)
+    gm = exact(Around(UntilNone()), torch.randn(3, 4), 9 * torch.randn(5, 4))
+    assert "branches on the numbers" in opaque(gm)["inner"]
