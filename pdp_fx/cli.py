@@ -132,6 +132,9 @@ def _model(text: str) -> Callable[[], nn.Module]:
         made: object = getattr(importlib.import_module(place), name)
     except (ImportError, AttributeError) as err:
         raise argparse.ArgumentTypeError(str(err)) from err
+    except Exception as err:
+        said = f"{place} cannot be imported: {type(err).__name__}: {err}"
+        raise argparse.ArgumentTypeError(said) from err
     if isinstance(made, nn.Module):
         return lambda: made
     if not callable(made):
@@ -161,6 +164,10 @@ def _tensor(text: str) -> Tensor:
         shape = []
     if not shape or min(shape) < 1 or not isinstance(dtype, torch.dtype):
         raise argparse.ArgumentTypeError(f"{text!r}: write the shape as 1x3x224x224 or 1x16:int64")
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    try:
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    except (RuntimeError, TypeError) as err:
+        said = next(iter(str(err).splitlines()), "")
+        raise argparse.ArgumentTypeError(f"{text!r}: no such tensor can be made: {said}") from err

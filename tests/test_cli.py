@@ -123,6 +123,7 @@ def test_a_spec_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str], 
         (["graph", CONV, "--input", "2x3x"], "write the shape as"),
         (["graph", CONV, "--input", "2x3:nothing"], "write the shape as"),
         (["graph", CONV, "--input", "0x3"], "write the shape as"),
+        (["graph", CONV, "--input", "1x3:qint8"], "no such tensor can be made"),
         (["demo", "--epochs", "0"], "no whole number from 1 on"),
         (["demo", "--seeds", "-1"], "no whole number from 1 on"),
         (["draw", CONV, "--out", "channels.gif"], "ends neither in .svg nor in .png"),
@@ -136,6 +137,16 @@ def test_wrong_arguments_are_told(
         main(arguments)
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_module_that_fails_as_it_is_imported_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_as_it_is_imported.py").write_text("raise ValueError('no weights here')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["report", "fails_as_it_is_imported:Net"])
+    assert "cannot be imported: ValueError: no weights here" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_be_made_is_told(capsys: pytest.CaptureFixture[str]) -> None:

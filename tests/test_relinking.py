@@ -153,6 +153,28 @@ def test_modes_reach_layers_that_are_reached_by_something_else(
     assert all(part.training is training for part in model.modules())
 
 
+def test_modes_reach_a_layer_that_a_hook_of_another_calls() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    norm = nn.BatchNorm1d(8)
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.norm = net, norm
+            net[0].register_forward_hook(lambda layer, args, result: norm(result))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    prepared = pdp_fx.prepare(Adapted(), at_once(Unstructured(0.5)), torch.randn(3, 8))
+    before = norm.running_mean
+    assert before is not None
+    for training in (False, True):
+        was = before.clone()
+        prepared.train(training)(torch.randn(3, 8))
+        assert torch.equal(before, was) is not training
+
+
 def test_what_leads_to_no_layer_stays_the_same_object() -> None:
     notes = {"seen": [1, 2], "by": Holder(nn.Identity())}
     whole = Whole("list", nn.Linear(8, 8))
