@@ -43,12 +43,12 @@ class Rebinding:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         modules = list(recorder.model.modules())
-        self._first = {(each, name): buffer for each in modules for name, buffer in each._buffers.items()}
+        self._first = {(each, name): buffer for each in modules for name, buffer in _held(each).items()}
         self._now = dict(self._first)
         self._versions = {
             place: version_of(first) for place, first in self._first.items() if first is not None
         }
-        self._names = {each: each._buffers.keys() | set[str]() for each in modules}
+        self._names = {each: set(_held(each)) for each in modules}
         self._written: dict[tuple[Place, str], tuple[Scope, torch.Tensor]] = {}
 
     def note(self, modules: Iterable[nn.Module], scope: Scope) -> None:
@@ -62,14 +62,16 @@ class Rebinding:
             UnrecordableError: there is one more, or one that is of another kind.
         """
         for module in modules:
-            # What a part that is kept whole adds is its own affair.
-            names = self._names.get(module, module._buffers.keys())
-            new = next((name for name in module._buffers if name not in names), None)
+            names = self._names.get(module)
+            if names is None:
+                # What a part that is kept whole adds is its own affair.
+                continue
+            new = next((name for name in _held(module) if name not in names), None)
             if new is not None:
                 why = f"adds a buffer {new} in its forward, which a run before tracing would have added"
                 raise UnrecordableError(why, Whole(scope.path))
             for name in names:
-                place, now = (module, name), module._buffers.get(name)
+                place, now = (module, name), _held(module).get(name)
                 before = self._now.get(place, now)
                 if now is before:
                     continue
@@ -142,8 +144,8 @@ class Rebinding:
     def pass_over(self, modules: Iterable[nn.Module]) -> None:
         """Leave alone what a part that is kept whole has put in the places of its buffers."""
         for module in modules:
-            self._names[module] = module._buffers.keys() | set[str]()
-            for name, now in module._buffers.items():
+            self._names[module] = set(_held(module))
+            for name, now in _held(module).items():
                 place = module, name
                 if now is not self._now.get(place):
                     self._now[place], self._first[place] = now, None
@@ -156,6 +158,12 @@ class Rebinding:
                 return recorder.function(function, args, {})
         finally:
             recorder.scope = outer
+
+
+def _held(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of a module; none of a scripted one, which makes its tensors anew each time it is asked."""
+    table: Any = module._buffers
+    return table if isinstance(table, dict) else {}
 
 
 _SAVE_NOTHING = frozenset(
