@@ -21,6 +21,7 @@ from pdp_fx.tracing.steps import (
     Step,
     UnrecordableError,
     Whole,
+    parts_of,
     with_steps,
 )
 from pdp_fx.tracing.structure import kind_of_tensor
@@ -48,7 +49,7 @@ class Rebinding:
         self._versions = {
             place: version_of(first) for place, first in self._first.items() if first is not None
         }
-        self._names = {each: set(_held(each)) for each in modules}
+        self._names = {each: tuple(_held(each)) for each in modules}
         self._written: dict[tuple[Place, str], tuple[Scope, torch.Tensor]] = {}
 
     def note(self, modules: Iterable[nn.Module], scope: Scope) -> None:
@@ -93,7 +94,7 @@ class Rebinding:
         Raises:
             UnrecordableError: a part that is kept whole has replaced one, too, or would lose its gradient.
         """
-        among = set(modules)
+        among = dict.fromkeys(modules)
         self.note(among, self._recorder.scope)
         mine = {key: written for key, written in self._written.items() if key[0][0] in among}
         for (place, path), (_, value) in mine.items():
@@ -106,7 +107,7 @@ class Rebinding:
                 why = f"gives {before} a tensor with gradients as buffer {place[1]}"
                 raise UnrecordableError(why, Whole(path))
         if not before:
-            self._keep_what_was_read({place for place, _ in mine})
+            self._keep_what_was_read(place for place, _ in mine)
         memories = {storage_of(first) for place, _ in mine if (first := self._first[place]) is not None}
         values: list[tuple[Scope, torch.Tensor, torch.Tensor]] = []
         for (place, _), (scope, value) in mine.items():
@@ -125,26 +126,23 @@ class Rebinding:
 
     def _keep_what_was_read(self, places: Iterable[Place]) -> None:
         """Let steps read copies of buffers that are about to be overwritten, which backward may need."""
+        copies: dict[Any, Expr] = {}
         for place in places:
             first = self._first[place]
             # What was written to in place before stays one with what was read.
-            if first is None or not first.is_floating_point() or version_of(first) != self._versions[place]:
-                continue
-            read = self._recorder.origins.value(first)
-            copy = Expr("clone", (read,))
-            for step in self._recorder.steps:
-                if not _saves_nothing(step):
-                    given = with_steps(
-                        lambda each, read=read, copy=copy: copy if each == read else each,
-                        (step.args, step.kwargs),
-                        Attribute,
-                    )
-                    step.args, step.kwargs = given
+            if first is not None and first.is_floating_point() and version_of(first) == self._versions[place]:
+                read = self._recorder.origins.value(first)
+                copies[read] = Expr("clone", (read,))
+        for step in self._recorder.steps if copies else ():
+            given = step.args, step.kwargs
+            reads = any(isinstance(part, Attribute) and part in copies for part in parts_of(given))
+            if reads and not _saves_nothing(step):
+                step.args, step.kwargs = with_steps(lambda part: copies.get(part, part), given, Attribute)
 
     def pass_over(self, modules: Iterable[nn.Module]) -> None:
         """Leave alone what a part that is kept whole has put in the places of its buffers."""
         for module in modules:
-            self._names[module] = set(_held(module))
+            self._names[module] = tuple(_held(module))
             for name, now in _held(module).items():
                 place = module, name
                 if now is not self._now.get(place):
