@@ -61,7 +61,7 @@ def test_another_number_of_axes_is_refused_where_the_outputs_would_differ(
         small(torch.randn(other, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("act", [torch.relu, lambda h: h - h.mean(-1, keepdim=True)])
+@pytest.mark.parametrize("act", [torch.relu, functional.gelu])
 def test_other_numbers_of_axes_are_taken_where_the_outputs_are_the_same(act: Act) -> None:
     prepared, small = converted(act, (4, 8))
     for shape in ((2, 4, 8), (2, 3, 4, 8)):
