@@ -14,7 +14,6 @@ that it calls. It is folded if it passes its weight to a convolution unchanged, 
 from __future__ import annotations
 
 import copy
-import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -22,7 +21,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, fx, nn
 
-from pdp_fx.channels.kept import placed_before
+from pdp_fx.channels.kept import checked_before, placed_before
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.example_inputs import Shapes, shapes
 from pdp_fx.naming import free_name
@@ -147,8 +146,7 @@ def _hold_to_rank(pair: Pair) -> None:
         f"{pair.layer.name} has taken a BatchNorm in, which is right only where its output has {rank} axes, "
         "as for the example inputs; other inputs need a model converted from example_inputs like them"
     )
-    equal = placed_before(pair.norm, operator.eq, placed_before(pair.norm, "dim", pair.layer), rank)
-    placed_before(pair.norm, torch._assert, equal, message)
+    checked_before(pair.norm, placed_before(pair.norm, "dim", pair.layer), rank, message)
 
 
 def _write(gm: fx.GraphModule, pair: Pair, weight: Tensor, bias: Tensor) -> None:

@@ -7,16 +7,14 @@ example without the axis of the batch, and the masked model does something else 
 from __future__ import annotations
 
 import logging
-import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import fx
 
-from pdp_fx.channels.kept import placed_before
+from pdp_fx.channels.kept import checked_before, placed_before
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.measuring import eval_outputs, relative_difference
 from pdp_fx.passes.verify_equivalence import Reference
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
@@ -46,11 +44,11 @@ def _is_right(
 ) -> bool:
     """Whether the graph gives what the prepared model gives, or refuses it."""
     try:
-        outputs = eval_outputs(gm, inputs)
+        difference = reference.difference(gm, inputs, wanted)
     except Exception as err:  # noqa: BLE001 it holds for inputs like those that the user has given
         logger.info("refuses another number of axes: %s", err)
         return True
-    return relative_difference(outputs, wanted, reference.labels) <= reference.tolerance
+    return difference <= reference.tolerance
 
 
 def _hold(gm: fx.GraphModule, inputs: Inputs) -> bool:
@@ -67,6 +65,5 @@ def _hold(gm: fx.GraphModule, inputs: Inputs) -> bool:
             f"{node.target} has {given.ndim} axes in the example inputs, and with another number this model "
             "is not the prepared one; convert one that was prepared with example_inputs of the kind you need"
         )
-        equal = placed_before(first, operator.eq, placed_before(first, "dim", node), given.ndim)
-        placed_before(first, torch._assert, equal, message)
+        checked_before(first, placed_before(first, "dim", node), given.ndim, message)
     return bool(tensors)

@@ -36,6 +36,10 @@ class Reference:
     others: tuple[tuple[str, Inputs, tuple[Tensor, ...]], ...] = ()
     ranks: tuple[tuple[Inputs, tuple[Tensor, ...]], ...] = ()
 
+    def difference(self, gm: fx.GraphModule, inputs: Inputs, wanted: tuple[Tensor, ...]) -> float:
+        """How far the outputs of ``gm`` are from the wanted ones, relative to their scale."""
+        return relative_difference(eval_outputs(gm, inputs), wanted, self.labels)
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -62,8 +66,7 @@ class VerifyEquivalence(Pass):
         if reference is None or ctx.example_inputs is None:
             logger.info("convert was not checked by numbers: the model was prepared without example inputs")
             return False
-        outputs = eval_outputs(gm, ctx.example_inputs)
-        difference = relative_difference(outputs, reference.outputs, reference.labels)
+        difference = reference.difference(gm, ctx.example_inputs, reference.outputs)
         ctx.put(Verified(difference, _elsewhere(gm, reference)))
         return False
 
@@ -86,7 +89,7 @@ def _elsewhere(gm: fx.GraphModule, reference: Reference) -> dict[str, float]:
     found: dict[str, float] = {}
     for place, inputs, wanted in reference.others:
         try:
-            found[place] = relative_difference(eval_outputs(gm, inputs), wanted, reference.labels)
+            found[place] = reference.difference(gm, inputs, wanted)
         except Exception as err:  # noqa: BLE001 it holds for the inputs that the user has given
             logger.warning("the converted model fails %s, which the prepared model takes: %s", place, err)
     return found

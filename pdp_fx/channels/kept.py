@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx
 
 from pdp_fx.channels.record import Labelled
@@ -77,6 +78,11 @@ def placed_before(node: fx.Node, call: Any, *args: Any) -> fx.Node:
         made = node.graph.create_node("call_method" if isinstance(call, str) else "call_function", call, args)
     made.meta = {name: told for name, told in node.meta.items() if name != "shape"}
     return made
+
+
+def checked_before(node: fx.Node, read: fx.Node, wanted: int, message: str) -> None:
+    """Check before ``node`` that a number which is read there is the wanted one."""
+    placed_before(node, torch._assert, placed_before(node, operator.eq, read, wanted), message)
 
 
 def are_distinct(ids: Tensor) -> bool:

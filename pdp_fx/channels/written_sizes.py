@@ -13,10 +13,9 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
-from pdp_fx.channels.kept import Kept, are_distinct, placed_before
+from pdp_fx.channels.kept import Kept, are_distinct, checked_before, placed_before
 from pdp_fx.channels.resizing import Job
 
 
@@ -122,7 +121,7 @@ def hold_to_size(node: fx.Node, kept: Kept, axis: int) -> None:
         f"the positions along axis {axis} of %{tensor.name} are those of channels only where it has as many "
         "entries as for the example inputs; other sizes need a model converted from example_inputs like them"
     )
-    placed_before(node, torch._assert, placed_before(node, operator.eq, size, kept.size(axis)), message)
+    checked_before(node, size, kept.size(axis), message)
 
 
 def _size(node: fx.Node, source: Kept, axes: list[int], others: list[Any]) -> Any:
