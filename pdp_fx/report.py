@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -175,7 +176,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
     names = [site.parameter for site in ctx.get(Sites).weights]
     weights = {name: weight_of(gm, name).detach() for name in names}
     uses = _positions(channels)
-    rows = [_row(name, weight, weight, uses) for name, weight in weights.items()]
+    rows = [_row(name, weight, weight, uses, uses) for name, weight in weights.items()]
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
 
@@ -186,13 +187,14 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
             masks.setdefault(name, []).append(mask)
     rows: list[Row] = []
     with torch.no_grad(), gathered(*pruner.masks.values()):
-        gone, uses = gone_classes(gm, pruner), _positions(pruner.channels)
+        gone = gone_classes(gm, pruner)
+        uses, uses_left = _positions(pruner.channels), _positions(pruner.channels, gone)
         soft = {mask: _soft_share(mask, parameters_of(gm, mask)) for _, mask in pruner.mask_items()}
         for name in pruner.weights:
             weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
             left = _without(_hardened(gm, weight, mine), name, gone, pruner.channels)
             facts = [_of_mask(mask, soft[mask], name, weight) for mask in mine]
-            rows.append(_row(name, weight, left, uses, facts))
+            rows.append(_row(name, weight, left, uses, uses_left, facts))
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
 
@@ -262,10 +264,15 @@ def _soft_share(mask: MaskPolicy, weights: list[Tensor]) -> float:
 
 
 def _row(
-    name: str, weight: Tensor, left: Tensor, uses: Mapping[str, float], masks: Sequence[_Masked] = ()
+    name: str,
+    weight: Tensor,
+    left: Tensor,
+    uses: Mapping[str, float],
+    uses_left: Mapping[str, float],
+    masks: Sequence[_Masked] = (),
 ) -> Row:
     nonzero = int(torch.count_nonzero(left))
-    positions = uses.get(name)
+    positions, positions_left = uses.get(name), uses_left.get(name)
     targets = [mask.target for mask in masks if mask.target is not None]
     shares = [mask.share for mask in masks]
     return Row(
@@ -277,7 +284,7 @@ def _row(
         target=_mean(targets, shares) if targets and len(targets) == len(masks) else None,
         soft=_mean([mask.soft for mask in masks], shares) if masks else None,
         macs=None if positions is None else round(weight.numel() * positions),
-        macs_left=None if positions is None else round(nonzero * positions),
+        macs_left=None if positions_left is None else round(nonzero * positions_left),
     )
 
 
@@ -287,9 +294,13 @@ def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
     return sum(value * share for value, share in zip(values, shares, strict=True)) / total
 
 
-def _positions(channels: ChannelMap | None) -> dict[str, float]:
-    """How often each number of a weight is used for one example, of the weights of which a use was seen."""
+def _positions(channels: ChannelMap | None, gone: np.ndarray | None = None) -> dict[str, float]:
+    """How often each number of a weight is used for one example, of the weights of which a use was seen.
+
+    Where it is used for each of some channels it is used less often without those that are gone.
+    """
     found: dict[str, float] = {}
     for use in () if channels is None else channels.contractions:
-        found[use.weight] = found.get(use.weight, 0.0) + use.positions
+        stays = 1.0 if gone is None else math.prod(1.0 - gone[classes].mean() for classes in use.across)
+        found[use.weight] = found.get(use.weight, 0.0) + use.positions * stays
     return {name: uses / channels.batch for name, uses in found.items()} if channels is not None else {}

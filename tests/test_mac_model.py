@@ -161,3 +161,61 @@ def test_computed_weights_count_as_they_are_used(layer: Callable[[int, int], nn.
     left = flops(pdp_fx.convert(prepared), x)
     assert pdp_fx.report(prepared).macs_left == left
     assert 0.5 <= 1 - left / dense < 0.56
+
+
+class MixesTokens(nn.Module):
+    """A layer between others that is used once for each of their channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mix, self.down = nn.Linear(6, 32), nn.Linear(5, 5), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.mix(self.up(x).relu().mT).mT)
+
+
+class FiltersAlike(nn.Module):
+    """One filter for all channels, which lie on the axis of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.filter, self.down = nn.Conv2d(6, 32, 1), nn.Conv2d(1, 1, 3), nn.Conv2d(32, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x).relu()
+        return self.down(self.filter(up.flatten(0, 1)[:, None]).view(len(up), -1, 4, 4))
+
+
+class Pairs(nn.Module):
+    """A layer that is used for each channel of one layer and each of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.mix = nn.Linear(6, 8), nn.Linear(6, 12), nn.Linear(1, 4)
+        self.down = nn.Linear(8 * 12 * 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = self.left(x)[:, :, None] * self.right(x)[:, None]
+        return self.down(self.mix(pairs[..., None]).relu().flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(MixesTokens, (2, 5, 6)), (FiltersAlike, (2, 6, 6, 6)), (Pairs, (2, 6))]
+)
+def test_a_weight_that_is_used_for_each_channel_is_used_less_often_without_some(
+    kind: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+
+    def all_flops(model: nn.Module) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.eval()(x)
+        return counter.get_total_flops() // 2 // len(x)
+
+    dense = kind()
+    prepared = pruned(dense, Channels(mac_reduction=0.5), x)
+    found = pdp_fx.report(prepared)
+    assert found.macs == all_flops(dense)
+    assert found.macs_left == all_flops(pdp_fx.convert(prepared))
+    assert 0.5 <= 1 - found.macs_left / found.macs < 0.6

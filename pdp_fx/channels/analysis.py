@@ -276,7 +276,9 @@ def _solve(record: Record, batch: int, alone: bool, graph: fx.Graph, through_nor
         grouped=record.grouped,
         masked=masked,
         norms=tuple(record.norms),
-        contractions=tuple(record.contractions),
+        contractions=tuple(
+            replace(each, across=tuple(classes[ids] for ids in each.across)) for each in record.contractions
+        ),
         uses=tuple(_with_classes(use, classes) for use in record.uses),
         shapes=record.shapes,
         values=record.values,

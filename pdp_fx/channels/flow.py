@@ -7,6 +7,7 @@ rule, which says by the methods of `LabelFlow` what happens to the labels. The f
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -371,7 +372,7 @@ class LabelFlow(TorchDispatchMode):
             self.freeze(ids, f"{why}, and others, such as a batch, are on the same axis", APART)
             return False
         if self.masks_norm and layer.support == frozenset({axis}) and not elsewhere:
-            self.record.norms.append(NormSite(self.node, axis, ids, gated, self.source, why))
+            self.record.norms.append(NormSite(self.node, axis, layer.ids.ndim, ids, gated, self.source, why))
             return True
         self.freeze(layer.ids, why)
         return False
@@ -422,10 +423,24 @@ class LabelFlow(TorchDispatchMode):
         fills = call.func is aten.fill_.Scalar and self.is_zero(call.args[1])
         return fills or call.func.overloadpacket is aten.zero_
 
-    def contract(self, weight: Tensor, data: Tensor, positions: float, inputs: Tensor | None) -> None:
+    def contract(
+        self,
+        weight: Tensor,
+        data: Tensor,
+        positions: float,
+        inputs: Tensor | None,
+        across: Iterable[Layer] = (),
+    ) -> None:
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight.
 
         What is computed of weights alone is computed once, and not for every example.
+
+        Args:
+            weight: the weight; nothing is counted if it is no stored one.
+            data: what it is multiplied with.
+            positions: how often each number of it is used.
+            inputs: the labels of the input channels.
+            across: the layers along other axes of the data, for each element of which it is used anew.
         """
         if weight not in self.stored:
             return
@@ -435,12 +450,14 @@ class LabelFlow(TorchDispatchMode):
         behind = [origins(layer) for layer in self.layers(weight)]
         if of_data:
             self.record.weighing.update(slot for slots in behind for slot in slots)
+        anew = tuple(layer.ids.reshape(-1).numpy() for layer in across if not layer.free)
         counts = of_data and self.node not in self.idle
         if counts:
-            self.record.uses.append(Use(self._axes(weight), positions))
+            each = positions / math.prod(len(ids) for ids in anew)
+            self.record.uses.append(Use((*self._axes(weight), *anew), each))
         for name, share in self.stored.shares(weight, [*behind, *([made.slot] for made in lost)]).items():
             used = positions * share if counts else 0.0
-            self.record.contractions.append(Contraction(name, used, self.node, inputs))
+            self.record.contractions.append(Contraction(name, used, self.node, inputs, anew))
 
     def _axes(self, weight: Tensor) -> tuple[np.ndarray | int, ...]:
         """The labels of each axis of a weight, or its length if it has none of its own."""

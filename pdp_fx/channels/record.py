@@ -19,8 +19,8 @@ class Use:
 
     Attributes:
         axes: for every axis of the weight its labels, as classes once they are known, or its length where it
-            has none.
-        positions: how often each weight is used, summed over the batch.
+            has none; then the labels of each axis of the data for whose every element it is used anew.
+        positions: how often each weight is used for each element of such axes, summed over the batch.
     """
 
     axes: tuple[np.ndarray | int, ...]
@@ -37,12 +37,15 @@ class Contraction:
             part of it is used, and 0 in a product with other parameters or in training only.
         node: the graph node that does it.
         inputs: the labels of the input channels, or None when they have none.
+        across: the labels of each axis of the data for whose every element it is used anew, as classes once
+            they are known.
     """
 
     weight: str
     positions: float
     node: str
     inputs: Tensor | None
+    across: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class NormSite:
     Attributes:
         node: the graph node.
         axis: the axis of its input that the channels lie along.
+        axes: how many axes its input has.
         ids: the labels along that axis.
         gated: whether the channels of a residual stream stay because of it unless the spec's rule says
             ``through_norms=True``.
@@ -95,6 +99,7 @@ class NormSite:
 
     node: str
     axis: int
+    axes: int
     ids: Tensor
     gated: bool
     source: str

@@ -84,7 +84,7 @@ def convolution(call: Call, flow: LabelFlow) -> None:
     per_channel = (
         source.numel() // source.shape[channel_axis] if transposed else call.result.numel() // outputs
     )
-    flow.contract(weight, source, per_channel, None if read is None else read.ids.reshape(-1))
+    flow.contract(weight, source, per_channel, None if read is None else read.ids.reshape(-1), passed)
     if flow.is_depthwise(weight, groups, source.shape[channel_axis]):
         made = _depthwise(read, weight, bias, outputs // groups if transposed else 1, flow)
     elif groups == 1:
@@ -278,7 +278,10 @@ def count_product(
             # Of a stack of matrices each has its part of what it is multiplied with.
             rows = weight.shape[axis] * math.prod(weight.shape[:-2])
             positions = other.numel() // max(rows, 1)
-            flow.contract(weight, other, positions, None if inputs is None else inputs.ids.reshape(-1))
+            # The weight's contracted axis and the axis of the other operand that is left lie alike.
+            across = [layer for layer in flow.layers(other) if layer.support == {other.ndim + axis}]
+            ids = None if inputs is None else inputs.ids.reshape(-1)
+            flow.contract(weight, other, positions, ids, across)
             return
 
 
