@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.channel_map import ChannelGroup, ChannelMap
@@ -44,10 +45,14 @@ Placed = dict[int, tuple[ChannelGroup, fx.Node]]
 
 @dataclass(frozen=True)
 class _Norm:
-    """A node whose statistics run over channels, the axis of these channels, and their classes."""
+    """A node whose statistics run over channels, the axis of these channels, and their classes.
+
+    The axis is one of ``axes``.
+    """
 
     node: fx.Node
     axis: int
+    axes: int
     classes: np.ndarray
 
 
@@ -87,7 +92,8 @@ def _norms(gm: fx.GraphModule, found: ChannelMap) -> dict[int, _Norm]:
     """The nodes that run over channels, by the id of their site."""
     nodes = {node.name: node for node in gm.graph.nodes}
     return {
-        id(site): _Norm(nodes[site.node], site.axis, found.classes[site.ids.numpy()]) for site in found.norms
+        id(site): _Norm(nodes[site.node], site.axis, site.axes, found.classes[site.ids.numpy()])
+        for site in found.norms
     }
 
 
@@ -288,15 +294,22 @@ def _mask_norm(
         if kind is not None and type(module) is kind.plain and module not in swaps:
             swaps[module] = reclass(module, kind.explicit)
     else:
-        _call_masked(node, norm.axis)
+        _call_masked(norm)
     node.update_kwarg("mask", mask)
 
 
-def _call_masked(node: fx.Node, axis: int) -> None:
-    """Have a node call the function that takes a mask in the place of its own, which runs over ``axis``."""
+def _call_masked(norm: _Norm) -> None:
+    """Have a norm's node call the function that takes a mask in the place of its own.
+
+    One that may run over any axis is told that of the channels as the model names it, from the last axis if
+    that does so: inputs may have more axes than the example.
+    """
+    node = norm.node
     function, conditional = function_of(node), isinstance(node.target, When)
     if function in STATISTICS:
-        node.update_kwarg("axis", axis)
+        named = tree_leaves((node.kwargs.get("dim"), node.args[1 + conditional : 2 + conditional]))
+        from_last = norm.axis - norm.axes
+        node.update_kwarg("axis", from_last if from_last in named else norm.axis)
     masked = MASKED[function]
     node.op, node.target = "call_function", When(masked) if conditional else masked
     if function in (torch.layer_norm, torch.group_norm):

@@ -150,7 +150,7 @@ def masked_mean(
         keepdim: whether the axes stay, with size 1.
         dtype: what to compute in.
         mask: shape ``(input.shape[axis],)``, values in [0, 1].
-        axis: the axis of the channels.
+        axis: the axis of the channels, from the first or, if negative, from the last.
     """
     axes = dim not in (None, [])
 
@@ -188,7 +188,7 @@ def masked_var(
         keepdim: whether the axes stay, with size 1.
         correction: what is taken off the number of elements, in the place of ``unbiased``.
         mask: shape ``(input.shape[axis],)``, values in [0, 1].
-        axis: the axis of the channels.
+        axis: the axis of the channels, from the first or, if negative, from the last.
     """
     off, dim = correction_of(dim, unbiased, correction), None if isinstance(dim, bool) else dim
 
@@ -320,8 +320,8 @@ def _variance(input: Tensor, dim: Axes, off: float, keepdim: bool, mask: Tensor,
     """The variance in the dtype that is computed in."""
     wide = input.to(compute_dtype(input.dtype))
     over = [dim] if isinstance(dim, int) else list(dim or range(wide.ndim))
-    heavy = mask.to(wide.dtype).reshape([-1 if each == axis else 1 for each in range(wide.ndim)])
-    count = heavy.sum() * math.prod(wide.shape[each] for each in over if each % wide.ndim != axis)
+    heavy = mask.to(wide.dtype).reshape([-1 if each == axis % wide.ndim else 1 for each in range(wide.ndim)])
+    count = heavy.sum() * math.prod(wide.shape[each] for each in over if (each - axis) % wide.ndim)
     centred = wide - (wide * heavy).sum(over, keepdim=True) / count
     return (centred.square() * heavy).sum(over, keepdim) / (count - off).clamp(min=0)
 

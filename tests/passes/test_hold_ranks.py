@@ -67,3 +67,16 @@ def test_other_numbers_of_axes_are_taken_where_the_outputs_are_the_same(act: Act
     for shape in ((2, 4, 8), (2, 3, 4, 8)):
         x = torch.randn(shape, dtype=torch.float64)
         torch.testing.assert_close(small(x), prepared(x), rtol=1e-9, atol=1e-9)
+
+
+def test_statistics_over_the_last_axis_are_masked_there_whatever_the_number_of_axes() -> None:
+    def centre(h: Tensor) -> Tensor:
+        mean, deviation = h.mean(-1, keepdim=True), h.std(dim=(-1,), keepdim=True)
+        return (h - mean) / deviation
+
+    prepared, small = converted(centre, (4, 8))
+    # The other axis is as long as that of the channels.
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    apart = torch.stack([prepared(rows) for rows in x])
+    torch.testing.assert_close(prepared(x), apart, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(small(x), apart, rtol=1e-9, atol=1e-9)
