@@ -35,7 +35,11 @@ SORTING_NETWORKS: dict[int, tuple[tuple[int, int], ...]] = {
 
 def group_view(weight: Tensor, m: int) -> Tensor:
     """View a weight (O, I, *kernel) as its groups (O, I/M, M, *kernel); M must divide I."""
-    return torch.unflatten(weight, 1, (-1, m))
+    rows, inputs, *kernel = weight.shape
+    if inputs % m:
+        raise RuntimeError(f"the size of dim 1, {inputs}, is no multiple of {m}")
+    # unflatten has no rule for a batch of gradients.
+    return weight.view(rows, inputs // m, m, *kernel)
 
 
 def nm_pruned(weight: Tensor, keep: int, m: int, pruned_now: int | Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.ops.nm import group_view, squared_thresholds
-from pdp_fx.ops.select import readable, transformed
+from pdp_fx.ops.select import is_batched, readable, transformed
 from pdp_fx.ops.soft_mask import Temperature, sigmoid, sigmoid_
 from pdp_fx.ops.threshold import compute_dtype
 
@@ -58,11 +58,14 @@ class _NMSoftMask(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         weight, kappa, *rest = ctx.saved_tensors
         tau: Temperature = ctx.number if ctx.number is not None else rest[0]
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        batched = is_batched(grad)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or batched:
             planes = _planes(weight, ctx.m).to(compute_dtype(weight.dtype))
             mask = _mask_formula(planes, kappa, tau)
             slope = mask + planes * (planes * (mask * (1.0 - mask))) * (2.0 / tau)
-            return _weight_of(slope * _planes(grad, ctx.m), weight), None, None, None
+            product = slope * _planes(grad, ctx.m)
+            given = _laid_out(product).to(weight.dtype) if batched else _weight_of(product, weight)
+            return given, None, None, None
         result = torch.empty_like(weight)
         for rows in _blocks(weight):
             planes = _copied_planes(weight[rows], ctx.m)
@@ -90,7 +93,8 @@ def _weight_of(planes: Tensor, weight: Tensor) -> Tensor:
 
 
 def _laid_out(planes: Tensor) -> Tensor:
-    return planes.movedim(0, 2).flatten(1, 2)
+    rows = planes.movedim(0, 2)
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
 
 def _blocks(weight: Tensor) -> list[slice]:

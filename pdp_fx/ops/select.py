@@ -107,6 +107,11 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
 
 
+def is_batched(gradient: Tensor) -> bool:
+    """Whether it is several gradients at once (``is_grads_batched=True``), which nothing takes in place."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
 def storage_order(tensor: Tensor) -> Tensor:
     """Flatten in the order of memory, without gaps: a view for every dense format, channels_last included."""
     if tensor.is_contiguous():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pdp_fx.ops import gpu
-from pdp_fx.ops.select import readable, transformed
+from pdp_fx.ops.select import is_batched, readable, transformed
 from pdp_fx.ops.threshold import compute_dtype
 
 BLOCK = 1 << 16
@@ -127,7 +127,7 @@ class _SoftMaskOfNumbers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,), (threshold, tau) = ctx.saved_tensors, ctx.numbers
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_batched(grad):
             return _gradient(weight, threshold, tau, grad), None, None
         wide = weight.to(compute_dtype(weight.dtype))
         result = torch.empty_like(wide)

@@ -69,6 +69,18 @@ def test_gradients_of_single_examples_have_the_gradient_of_the_batch_as_their_me
     torch.testing.assert_close(means, gradients(model), rtol=1e-4, atol=1e-6)
 
 
+@every_rule
+@every_forward
+def test_gradients_of_several_losses_at_once_are_those_of_each(rule: Rule, forward: Forward) -> None:
+    model = in_the_ramp(rule, forward=forward)
+    images, labels = batch(7)
+    losses = functional.cross_entropy(model(images), labels, reduction="none")[:3]
+    weights = list(model.parameters())
+    each = [torch.autograd.grad(one, weights, retain_graph=True) for one in losses]
+    found = torch.autograd.grad(losses, weights, torch.eye(3), is_grads_batched=True)
+    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))), rtol=1e-4, atol=1e-6)
+
+
 # torch writes some rules of jvp in TorchScript, which it has deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
 @every_rule
