@@ -56,7 +56,8 @@ class Origins:
             for module in model.modules()
             for name, parameter in module._parameters.items()
         }
-        self._stored = {storage_of(tensor) for _, tensor in named}
+        # Of parameters, buffers and inputs, which others see behind the run.
+        self._lasting = {storage_of(tensor) for _, tensor in named}
         self._watch = watch
         self._alias, self._another = alias, another
         self._values = WeakTensorKeyDictionary()
@@ -209,6 +210,8 @@ class Origins:
         self._values[tensor] = value
         self._note_function(tensor)
         self._aliases.setdefault(storage_of(tensor), []).append(TensorWeakRef(tensor))
+        if _is_given(value):
+            self._lasting.add(storage_of(tensor))
         return tensor
 
     def change(self, tensor: torch.Tensor, step: Step, returned: bool) -> bool:
@@ -235,16 +238,18 @@ class Origins:
                 self._replaced[owner] = True
 
     def _is_seen_elsewhere(self, tensor: torch.Tensor) -> bool:
-        if storage_of(tensor) in self._stored or id(tensor) in self._constants:
-            return True
-        maker = root(self._values.get(tensor))
-        if maker is not None and maker.op == "placeholder":
+        if storage_of(tensor) in self._lasting or id(tensor) in self._constants:
             return True
         return any(owner is not tensor for owner in self._sharing(tensor))
 
     def _sharing(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         owners = (ref() for ref in self._aliases.get(storage_of(tensor), []))
         return [owner for owner in owners if owner is not None]
+
+
+def _is_given(value: Value) -> bool:
+    maker = root(value)
+    return maker is not None and maker.op == "placeholder"
 
 
 def _parts(thing: Any) -> list[Any]:

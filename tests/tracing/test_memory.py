@@ -141,6 +141,21 @@ def test_an_input_is_changed_as_the_model_changes_it() -> None:
     assert torch.equal(x, -torch.ones(3, 4))
 
 
+def test_an_input_is_changed_a_second_time_as_the_model_changes_it() -> None:
+    class Changes(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            y = self.linear(x.clone())
+            # It changes nothing on the example.
+            x.clamp_(-50, 50)
+            return y
+
+    gm = exact(Changes(), torch.randn(3, 4))
+    x = torch.full((3, 4), 100.0)
+    gm(x)
+    assert torch.equal(x, torch.full((3, 4), 50.0))
+
+
 def test_a_function_that_returns_its_argument_does_not_take_its_place() -> None:
     class Skip(Base):
         def forward(self, x: Tensor) -> Tensor:
