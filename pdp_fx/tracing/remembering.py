@@ -7,7 +7,9 @@ them in its next call is kept whole; if the model's own forward does so, the mod
 import logging
 from collections.abc import Iterable
 from itertools import product
+from typing import Any
 
+import torch
 from torch import nn
 
 from pdp_fx.errors import TraceError
@@ -15,9 +17,9 @@ from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.decoys import does_same
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.preserve import Changes
+from pdp_fx.tracing.preserve import Changes, anything_may_be_written
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.verify import again, difference
+from pdp_fx.tracing.verify import again, called, difference
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ def _acts_as_recorded(
     """Whether a second call of the model does the same steps, or gives what the graph gives on other numbers.
 
     On the example's numbers a step that is another one may make no difference, as where 0 is what its result
-    is multiplied by.
+    is multiplied by. Nor may one that is left out because its result is kept, unless weights have changed.
     """
     try:
         runs = (None, example)
@@ -109,8 +111,21 @@ def _acts_as_recorded(
     except Exception as err:  # noqa: BLE001 the model need not bear to be recorded then
         _log.info("a second call is not recorded: %s", err)
     others = example.with_other_numbers()
-    runs = ((other, again(other, training)) for other in others)
-    return not any(difference(gm, model, other, training, runner=runner) for other, runner in runs)
+    runs = [*((other, again(other, training)) for other in others), (example, _with_other_weights)]
+    with anything_may_be_written():
+        return not any(difference(gm, model, other, training, runner=runner) for other, runner in runs)
+
+
+def _with_other_weights(model: Any, call: ExampleCall) -> Any:
+    """Call a model twice, the second time with other numbers in its parameters and buffers."""
+    called(model, call.fresh())
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                # Not all by one factor, which a norm would take back.
+                shares = torch.linspace(0.5, 1.0, tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+                tensor.mul_(shares.view(tensor.shape))
+    return called(model, call)
 
 
 def _listed(names: list[str]) -> str:

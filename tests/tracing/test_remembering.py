@@ -81,6 +81,28 @@ class Measures(nn.Module):
         return x * (torch.arange(x.shape[0]) < self.capacity)[:, None]
 
 
+class Normalises(nn.Module):
+    """Divides by the norm that its weight had in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm is None:
+            self.norm = self.layer.weight.detach().norm()
+        return self.layer(x) / self.norm
+
+
+class NormalisesByNumber(Normalises):
+    """Keeps the number instead of the tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.norm is None:
+            self.norm = self.layer.weight.detach().norm().item()
+        return self.layer(x) / self.norm
+
+
 class Slots:
     """An object without a dict."""
 
@@ -167,6 +189,8 @@ class Notes(nn.Module):
         (Resets(), "last"),
         (Starts(), "started"),
         (Measures(), "capacity"),
+        (Normalises(), "norm"),
+        (NormalisesByNumber(), "norm"),
     ],
 )
 def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, names: str) -> None:
@@ -188,6 +212,8 @@ def test_what_a_small_call_keeps_may_limit_a_larger_one() -> None:
         (Resets(), "last"),
         (Starts(), "started"),
         (Measures(), "capacity"),
+        (Normalises(), "norm"),
+        (NormalisesByNumber(), "norm"),
     ],
 )
 def test_a_forward_that_acts_by_what_it_has_kept_is_refused(model: nn.Module, names: str) -> None:
