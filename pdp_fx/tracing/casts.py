@@ -73,6 +73,9 @@ _FUNCTIONS = frozenset({max, min}) | {
 _OF_MANY = frozenset({max, min})
 """Functions that take several numbers or one sequence of numbers."""
 
+_PLAIN = frozenset({int, float, type, np.ndarray})
+"""The classes of what cannot be or hold a live number."""
+
 _NUMPY = ("arange", "array", "asarray", "full", "linspace", "ones", "prod", "zeros")
 """Functions that make arrays from sizes; element-wise functions are handled by `LiveInt.__array_ufunc__`."""
 
@@ -98,6 +101,9 @@ def casting(recorder: Recorder) -> Generator[None, None, None]:
 def _fixing(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # NumPy calls them itself, many times, for the state of its generator.
+        if all(type(each) in _PLAIN for each in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
         if session.open:
             note_fixed(tree_leaves((args, kwargs)), session)
         args, kwargs = tree_map(plain, (args, kwargs))
