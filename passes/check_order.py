@@ -73,7 +73,8 @@ def _new_meetings(shrunk: Shrunk, after: Record, lenient: bool) -> int:
     Args:
         shrunk: what was removed.
         after: the labels of the small graph.
-        lenient: whether heads with a single channel may meet anything, which numbers have to judge then.
+        lenient: whether heads with a single channel, and a single head that is left, may meet anything, which
+            numbers have to judge then.
     """
     before = shrunk.found
     old_label = np.full(after.ties.count, -1)
@@ -95,8 +96,9 @@ def _new_meetings(shrunk: Shrunk, after: Record, lenient: bool) -> int:
     # heads lie side by side.
     last = _last_heads(before, shrunk.gone)
     # If of each head one channel is left, its axis has but one index, and the labels of these channels lie
-    # along the axis of heads. So they meet whatever else the heads have.
-    single = _singles(before, shrunk.gone) if lenient else np.zeros_like(last)
+    # along the axis of heads. So they meet whatever else the heads have. If one head is left, those inside it
+    # meet whatever its channels have.
+    single = last | _singles(before, shrunk.gone) if lenient else np.zeros_like(last)
     heads = (last[left] & last[right]) | single[left] | single[right]
     return int((loose & ~(unseen & stays[left]) & ~heads).sum())
 

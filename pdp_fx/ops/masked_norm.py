@@ -158,7 +158,9 @@ def masked_mean(
         return torch.mean(input, dim, keepdim, dtype=dtype) if axes else torch.mean(input, dtype=dtype)
 
     def masked() -> Tensor:
-        wide = input.to(compute_dtype(input.dtype) if dtype is None else dtype)
+        # The mask's gradient needs the input, which the model may write to, as a plain mean does not keep it.
+        kept = mask.requires_grad and torch.is_grad_enabled()
+        wide = input.to(compute_dtype(input.dtype) if dtype is None else dtype, copy=kept)
         shape = [1] * wide.ndim
         shape[axis] = -1
         share = mask.to(wide.dtype)

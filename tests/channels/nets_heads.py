@@ -115,6 +115,19 @@ class TokensChosen(nn.Module):
         return self.out(torch.cat([self.token.expand(len(x), -1, -1), chosen], 1).relu())
 
 
+class HeadsMixed(nn.Module):
+    """Columns of a matrix, whose rows are the heads, pair up with the channels inside these (tensor trains)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.matrix = nn.Linear(WIDTH, 8), nn.Parameter(torch.randn(2, 3))
+        self.out = nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.first(x).relu().unflatten(-1, (2, 4))
+        return self.out(torch.einsum("...ij,ip->...jp", heads, self.matrix).flatten(-2))
+
+
 class RotaryAsWideAsTable(Attention):
     """A part of each head is turned, as wide as a table whose columns are copied one by one (Moonshine)."""
 
@@ -456,6 +469,7 @@ HEAD_CONSTRUCTS: tuple[Construct, ...] = (
     Construct(MaskInBatch, _with_mask, removed=ONE_HEAD),
     Construct(SharedPlaces, sequences(), removed=ONE_HEAD, reason="values that have none"),
     Construct(TokensChosen, _with_places, removed=4),
+    Construct(HeadsMixed, sequences(), removed=4),
     Construct(RotaryAsWideAsTable, sequences(), removed=ONE_HEAD),
     Construct(RotaryAsWideAsHalfTable, sequences(), removed=ONE_HEAD),
     Construct(RotaryPairs, sequences(), removed=ONE_HEAD),

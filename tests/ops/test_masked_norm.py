@@ -258,6 +258,18 @@ def test_a_weighted_loss_is_the_mean_over_the_channels_that_stay() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_what_a_mean_runs_over_may_be_written_to_afterwards() -> None:
+    mask = torch.linspace(0, 1, 6, requires_grad=True)
+    first = torch.randn(4, 6, requires_grad=True)
+    for write in (torch.Tensor.relu_, torch.Tensor.zero_):
+        hidden = first * 1.0
+        mean = masked_mean(hidden, -1, mask=mask, axis=-1)
+        write(hidden)
+        found = torch.autograd.grad(mean.square().sum(), (first, mask))
+        expected = masked_mean(first, -1, mask=mask, axis=-1).square().sum()
+        torch.testing.assert_close(found, torch.autograd.grad(expected, (first, mask)))
+
+
 def test_a_deviation_of_nothing_has_no_gradient() -> None:
     x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([1.0, 0.5, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
