@@ -116,7 +116,7 @@ class TokensChosen(nn.Module):
 
 
 class HeadsMixed(nn.Module):
-    """Columns of a matrix, whose rows are the heads, pair up with the channels inside these (tensor trains)."""
+    """A matrix mixes heads, and its columns pair up with the channels inside these (tensor trains)."""
 
     def __init__(self) -> None:
         super().__init__()
