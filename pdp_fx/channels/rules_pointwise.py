@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from pdp_fx.channels.flow import LabelFlow, rule
 from pdp_fx.channels.in_place import out_of_place
@@ -253,11 +253,13 @@ def breaks_at_zero(call: Call, zeros: frozenset[int]) -> bool:
 
     A mask on the weights that read such values cannot make the product 0.
     """
-    with contextlib.suppress(RuntimeError, TypeError, ValueError):
-        return not bool(_probed(call, zeros, 0.1).isfinite().all()) and bool(
-            _probed(call, frozenset(), 0.1).isfinite().all()
-        )
-    return False
+    return _found(_breaks, call, zeros)
+
+
+def _breaks(call: Call, zeros: frozenset[int]) -> bool:
+    return not bool(_probed(call, zeros, 0.1).isfinite().all()) and bool(
+        _probed(call, frozenset(), 0.1).isfinite().all()
+    )
 
 
 def bends_at_zero(call: Call, zeros: frozenset[int]) -> bool:
@@ -265,21 +267,15 @@ def bends_at_zero(call: Call, zeros: frozenset[int]) -> bool:
 
     Gradients need a thread of their own: below a dispatch mode, autograd is passed over.
     """
-    leaves = tree_leaves((call.args, call.kwargs))
-    told = (str(leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    key = (call.func, zeros, *told)
-    if key not in _BENDS:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError), ThreadPoolExecutor(1) as apart:
-            _BENDS[key] = apart.submit(_bends, call, zeros).result()
-    return _BENDS.setdefault(key, False)
-
-
-_BENDS: dict[tuple[Any, ...], bool] = {}
-"""What was found of operations, with the types of their operands and their numbers."""
+    return _found(_bends, call, zeros)
 
 
 def _bends(call: Call, zeros: frozenset[int]) -> bool:
-    return _has_gradient(call, zeros, 1.0) and not _has_gradient(call, zeros, 0.0)
+    def bends() -> bool:
+        return _has_gradient(call, zeros, 1.0) and not _has_gradient(call, zeros, 0.0)
+
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(bends).result()
 
 
 def _has_gradient(call: Call, among: frozenset[int], scale: float) -> bool:
@@ -310,10 +306,27 @@ def vanishes(call: Call, zeros: frozenset[int], varies: bool) -> bool:
         zeros: the operands.
         varies: whether numbers among its arguments may be others at the next call.
     """
-    with contextlib.suppress(RuntimeError, TypeError, ValueError):
-        calls = [call, *(_with_numbers(call, number) for number in OTHER_NUMBERS if varies)]
-        return all(bool((_probed(each, zeros, -2.9, 3.1) == 0).all()) for each in calls)
-    return False
+    calls = [call, *(_with_numbers(call, number) for number in OTHER_NUMBERS if varies)]
+    return all(_found(_vanishes, each, zeros) for each in calls)
+
+
+def _vanishes(call: Call, zeros: frozenset[int]) -> bool:
+    return bool((_probed(call, zeros, -2.9, 3.1) == 0).all())
+
+
+def _found(asked: Callable[[Call, frozenset[int]], bool], call: Call, zeros: frozenset[int]) -> bool:
+    """What trying an operation on small numbers shows, once for each kind of call; False if that fails."""
+    told = repr(tree_map_only(Tensor, lambda leaf: leaf.dtype, (call.args, call.kwargs)))
+    key = (asked, call.func, zeros, told)
+    if key not in _FOUND:
+        _FOUND[key] = False
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            _FOUND[key] = asked(call, zeros)
+    return _FOUND[key]
+
+
+_FOUND: dict[tuple[object, ...], bool] = {}
+"""The answers by what they are about: operations, the types of their operands, and their numbers."""
 
 
 def _with_numbers(call: Call, number: float) -> Call:
