@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # What the package runs on is written in pyproject.toml; what we develop on is newer.
 DEVELOP_ON := torch>=2.14
 
-.PHONY: demo test test-slow lint format types wheel-test clean
+.PHONY: demo test test-long test-slow lint format types wheel-test clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdp-fx needs Python 3.11 or newer: make PYTHON=python3.12")'
@@ -28,6 +28,9 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/develop.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-long: $(VENV)/develop.stamp
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long and not slow"
 
 test-slow: $(VENV)/develop.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow

@@ -485,13 +485,13 @@ def _recorded(model: nn.Module, example: ExampleCall, findings: Findings) -> Rec
     """Record both modes; if the model itself fails in training mode, raise that error instead."""
     try:
         recordings = record_both(model, example, findings)
+        all_is_written()
         left_out = not_needed_in_eval(model, example, findings)
         if left_out:
             findings.leave_out(left_out)
             recordings = record_both(model, example, findings)
         while insist(model, example, findings):
             recordings = record_both(model, example, findings)
-        all_is_written()
         if recordings.computes_unseen:
             findings.sizes.read = findings.sizes.hidden = True
         return recordings

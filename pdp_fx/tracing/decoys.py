@@ -14,7 +14,7 @@ from pdp_fx.tracing.align import kind_of_step
 from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
-from pdp_fx.tracing.flags import is_blind
+from pdp_fx.tracing.flags import leaves_modes_to_torch
 from pdp_fx.tracing.sizes import Decoy, Place, given_as
 from pdp_fx.tracing.skipping import differences
 from pdp_fx.tracing.source import raised_by_user
@@ -49,7 +49,7 @@ def insist(model: nn.Module, example: ExampleCall, findings: Findings) -> bool:
         if known is None or not (findings.sizes.read or any(is_read(s) or is_given(s) for s in known.steps)):
             continue
         before = findings.recording(False)
-        if training and before is not None and is_blind(model, before, known) and does_same(before, known):
+        if training and before and leaves_modes_to_torch(model, before, known) and does_same(before, known):
             continue
         places = _Again(model, example, training, findings, known).places()
         read = next((place for place in places if place.call == "item"), None)

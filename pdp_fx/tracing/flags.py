@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pdp_fx.tracing.source import is_ours
+from pdp_fx.tracing.source import is_ours, is_users
 from pdp_fx.tracing.steps import InexactError, Recording
 
 if TYPE_CHECKING:
@@ -39,9 +39,17 @@ class MixedModesError(InexactError):
 
 
 def is_blind(model: nn.Module, *recordings: Recording) -> bool:
-    """Whether the code of a model cannot tell its mode, by a flag or by what a `train` of its own sets."""
-    own = any("train" in vars(part) or type(part).train is not nn.Module.train for part in model.modules())
-    return not own and not any(each.flags for each in recordings)
+    """Whether no code of a model can tell its mode, by a flag or by what a `train` of its own sets."""
+    return not _sets_more(model) and not any(each.flags for each in recordings)
+
+
+def leaves_modes_to_torch(model: nn.Module, *recordings: Recording) -> bool:
+    """Whether no code but torch's can tell the mode of a model; that makes no plain numbers of sizes."""
+    return not _sets_more(model) and not any(each.asks_mode for each in recordings)
+
+
+def _sets_more(model: nn.Module) -> bool:
+    return any("train" in vars(part) or type(part).train is not nn.Module.train for part in model.modules())
 
 
 def turn(model: nn.Module, path: str) -> None:
@@ -60,8 +68,10 @@ def noting_flags(recorder: Recorder) -> Generator[None, None, None]:
         if "training" not in vars(module):
             raise AttributeError  # A scripted module keeps it elsewhere.
         path, on = recorder.paths.get(id(module)), vars(module)["training"]
-        if path is not None and not recorder.inside and not is_ours(sys._getframe(1).f_code.co_filename):
+        reader = sys._getframe(1).f_code.co_filename
+        if path is not None and not recorder.inside and not is_ours(reader):
             recorder.flags.setdefault(recorder.scope.path, set()).add((path, on))
+            recorder.asks_mode |= is_users(reader)
         return on
 
     def write(module: nn.Module, mode: bool) -> None:

@@ -264,6 +264,7 @@ class Recording:
         scopes: all module calls that happened, including those without steps, and which numbers, truth values
             and texts were arguments.
         flags: by the path of the module that ran, whose training flags it read, and what they were.
+        asks_mode: whether code outside torch has read one of them.
         outcome: the outcome of the run; None if nothing was run.
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
@@ -280,6 +281,7 @@ class Recording:
     output: Any
     scopes: Mapping[Scope, tuple[Any, ...]]
     flags: Flags = field(default_factory=dict[str, frozenset[tuple[str, bool]]])
+    asks_mode: bool = False
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
     uses_threads: bool = False
