@@ -257,9 +257,9 @@ def nodes_in(args: Any) -> list[fx.Node]:
 
 
 def _asked_of_what_is_given(condition: Any) -> list[fx.Node]:
-    """The nodes of a condition that ask for a container's length or keys, an object's class, or a tensor."""
+    """The nodes of a condition that ask for a length, keys, a class, or how many axes a tensor has."""
     asked = condition.all_input_nodes if isinstance(condition, fx.Node) else []
-    kinds = (operator.length_hint, list, sorted, type, torch.is_tensor)
+    kinds = (operator.length_hint, list, sorted, type, torch.is_tensor, "dim")
     return [node for node in asked if node.target in kinds]
 
 
