@@ -104,12 +104,14 @@ def test_mobilenet_v2(spec: PruneSpec) -> None:
     assert not has_norm(converted)
 
 
+@pytest.mark.long
 @every_spec
 def test_vgg11_bn_with_a_small_classifier(spec: PruneSpec) -> None:
     _, converted, _ = check(narrow_vgg11_bn, spec, 32)
     assert not has_norm(converted)
 
 
+@pytest.mark.long
 def test_channels_of_densenet121() -> None:
     """Its norms stand before their convs, behind a concatenation; only those behind a conv can be folded."""
     _, converted, _ = check(lambda: torchvision.models.densenet121(weights=None), SPECS["channels"], 32)
@@ -137,6 +139,7 @@ def test_the_large_models(make: Make, resolution: int, spec: PruneSpec) -> None:
     check(make, spec, resolution)
 
 
+@pytest.mark.long
 @every_spec
 def test_resnet18_in_float64_to_nine_digits(spec: PruneSpec) -> None:
     torch.manual_seed(0)

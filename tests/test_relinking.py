@@ -136,6 +136,7 @@ def test_masks_reach_layers_that_are_reached_by_something_else(kind: type[Whole]
         assert torch.equal(model(x), before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Whole, HasMethod])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", [True, False])

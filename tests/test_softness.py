@@ -132,6 +132,7 @@ def test_a_model_with_a_hard_forward_computes_in_training_what_it_converts_to(ru
         torch.testing.assert_close(model(images), small(images), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @every_rule
 @pytest.mark.parametrize("forward", ["soft", "hard"])
 def test_a_relative_falling_tau_compiles_in_one_graph(rule: Rule, forward: Literal["soft", "hard"]) -> None:

@@ -14,6 +14,7 @@ from tests.benchmarks.tiny_data import write_cifar10
 WEIGHTS = [name for name, setting in ABLATIONS.items() if not setting.channels]
 
 
+@pytest.mark.long
 def test_every_setting_trains_and_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cifar10(tmp_path, 20, 10)
     out = tmp_path / "ablations.jsonl"

@@ -34,6 +34,7 @@ def lines(arguments: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 def test_a_table_has_both_blocks_beside_the_paper(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_search_tries_knobs_until_the_sparsity_is_met(arguments: list[str]) ->
     assert sparser == [record["sparsity"] < 0.863 for record in records[:-1]]
 
 
+@pytest.mark.long
 def test_patterns_have_tables_of_their_own(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     cifar.main([*arguments, "--methods", "pdp", "sr-ste", "dense", "--patterns", "2:4", "2:8"])
     records = [record for record in lines(arguments) if record["method"] != "dense"]

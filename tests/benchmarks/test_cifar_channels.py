@@ -21,6 +21,7 @@ from tests.nets import mask_of
 EXAMPLE = torch.zeros(2, 3, 32, 32)
 
 
+@pytest.mark.long
 def test_every_method_saves_what_was_asked_and_is_smaller(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_the_peer_draws_weights_to_zero_by_its_regularisation_alone_until_it_sli
     torch.testing.assert_close(after, before * decayed, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped", [1, 3])
 def test_the_peer_goes_on_before_and_after_the_slicing_as_if_it_had_not_stopped(
     stopped: int, tmp_path: Path

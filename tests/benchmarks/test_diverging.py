@@ -28,6 +28,7 @@ def diverging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar_channels, "latency", lambda *_: {"1": 1.0, "64": 1.0})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("main", "chosen", "name"),
     [

@@ -66,6 +66,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_every_figure_is_drawn_small_enough_to_keep(folder: Path) -> None:
     figures.main(["--results", str(folder), "--out", str(folder / "out"), "--short"])
     drawn = {path.name: path.stat().st_size for path in (folder / "out").iterdir()}

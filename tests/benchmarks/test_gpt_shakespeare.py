@@ -11,6 +11,7 @@ from benchmarks import gpt_shakespeare
 from benchmarks.gpt_shakespeare import TextBatches, text_loss
 
 
+@pytest.mark.long
 def test_a_table_has_every_method_beside_the_paper(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

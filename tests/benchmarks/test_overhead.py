@@ -42,6 +42,7 @@ def test_the_nets_have_the_sizes_that_the_paper_trains() -> None:
     assert small(torch.randint(0, 32, (2, 8))).shape == (2, 8, 32)
 
 
+@pytest.mark.long
 def test_a_table_holds_every_method_and_goes_on_where_it_was_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +75,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_is_used_again_without_new_pages() -> None:
     faults = {
@@ -83,6 +85,7 @@ def test_freed_memory_is_used_again_without_new_pages() -> None:
     assert faults["keep"] < 100 < 1000 < faults["default"]
 
 
+@pytest.mark.long
 def test_masks_add_no_memory_but_the_masked_weights_after_the_forward_pass(tmp_path: Path) -> None:
     methods, out = ["pdp", "pdp-nm", "pdp-channels", "optg", "cs"], tmp_path / "overhead.json"
     overhead.main(["--rounds", "1", "--methods", *methods, "--out", str(out)])

@@ -37,6 +37,7 @@ def records(arguments: list[str]) -> dict[str, dict[str, Any]]:
     return {record["method"]: record for record in map(json.loads, lines)}
 
 
+@pytest.mark.long
 def test_a_table_has_every_method_beside_the_paper(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_table_has_every_method_beside_the_paper(
     assert "epoch 12 of 12" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     assert records(arguments)["pdp"]["losses"] == pytest.approx(whole["losses"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_teacher_is_trained_again_if_its_logits_are_gone(arguments: list[str], tmp_path: Path) -> None:
     settings = Settings(0.01, 0.01, 0.9, adam=True)
     table = SentenceTable(tmp_path, tmp_path / "sst2.jsonl", tmp_path / "s", settings, tmp_path)
@@ -97,6 +100,7 @@ def test_a_teacher_is_trained_again_if_its_logits_are_gone(arguments: list[str],
     torch.testing.assert_close(table.opinions(teacher), expected)
 
 
+@pytest.mark.long
 def test_a_teacher_that_is_killed_while_it_writes_leaves_no_half_of_its_logits(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +121,7 @@ def test_a_teacher_that_is_killed_while_it_writes_leaves_no_half_of_its_logits(
     assert list(records(arguments)) == ["teacher", "dense-distilled"]
 
 
+@pytest.mark.long
 def test_a_teacher_that_is_killed_before_its_record_is_written_gets_one(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

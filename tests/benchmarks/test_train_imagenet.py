@@ -95,6 +95,7 @@ def test_a_run_trains_prunes_and_converts(images: Path, tmp_path: Path) -> None:
     assert small(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_it_was_stopped_and_runs_in_a_process_group(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_run_goes_on_where_it_was_stopped_and_runs_in_a_process_group(
     assert 0.4 < last["converted"]["sparsity"] <= 0.5
 
 
+@pytest.mark.long
 def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +164,7 @@ def test_options_that_the_recipe_would_stand_in_for_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_with_other_options_does_not_go_on_from_a_checkpoint(images: Path, tmp_path: Path) -> None:
     train_imagenet.main(options(images, tmp_path, epochs=3))
     before = (tmp_path / "log.jsonl").read_bytes()

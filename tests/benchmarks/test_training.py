@@ -59,6 +59,7 @@ def zeros(model: nn.Module) -> list[int]:
     return [int((model.get_parameter(f"{layer}.weight") == 0).sum()) for layer in SIZES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", ["own", "common"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SEARCHED])
 def test_every_method_ends_at_the_sparsity_that_was_asked(name: str, block: str, batches: Batches) -> None:
@@ -87,6 +88,7 @@ def test_the_converted_model_is_the_model_in_eval_mode(name: str, batches: Batch
     assert bool(own_parameters(run.model)) == (name in ("str", "cs", "optg", "movement"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dense", *METHODS])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(name: str, batches: Batches, tmp_path: Path) -> None:
     def fresh() -> Trainer:

@@ -54,6 +54,7 @@ EXACT: dict[str, Act] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("act", EXACT.values(), ids=EXACT)
 def test_numbers_of_channels_are_those_from_before_at_all_sizes(act: Act, batch: int) -> None:
@@ -146,6 +147,7 @@ class Tokens(nn.Module):
         return y.mean(1) + self.out(self.other(x).relu()).mean(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("act", WHOLE_ON_THE_EXAMPLE.values(), ids=WHOLE_ON_THE_EXAMPLE)
 def test_channels_stay_of_which_other_sizes_choose_others(act: Act, batch: int) -> None:

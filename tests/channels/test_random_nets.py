@@ -85,6 +85,7 @@ def images_of(sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
     return (torch.randn(sizes[0], 3, *sizes[1:], dtype=torch.float64),)
 
 
+@pytest.mark.long
 @settings(max_examples=60, suppress_health_check=SLOW_TO_DRAW)
 @given(random_layouts(), EXAMPLES)
 def test_random_layouts_are_exact_at_other_sizes(net: LayoutNet, example: tuple[int, int, int]) -> None:

@@ -88,6 +88,7 @@ def test_a_schedule_of_epochs_advances_once_an_epoch(tmp_path: Path) -> None:
     assert sum(pruned_counts(model)) > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 8), (2, 4)])
 def test_a_schedule_of_steps_counts_steps_of_the_optimizer(
     tmp_path: Path, accumulate: int, steps: int
@@ -97,6 +98,7 @@ def test_a_schedule_of_steps_counts_steps_of_the_optimizer(
     assert int(state(model).counter) == steps
 
 
+@pytest.mark.long
 def test_resuming_from_a_checkpoint_of_the_trainer_goes_on_in_the_ramp(tmp_path: Path) -> None:
     whole, first, second = (prepared("step", 0.05) for _ in range(3))
     train(whole, tmp_path / "whole", 3)
@@ -106,6 +108,7 @@ def test_resuming_from_a_checkpoint_of_the_trainer_goes_on_in_the_ramp(tmp_path:
     assert pruned_counts(second) == pruned_counts(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_no_epoch_is_lost_or_counted_twice_whatever_checkpoint_is_resumed(tmp_path: Path, step: int) -> None:
     whole, first, second = (prepared("epoch", 0.2) for _ in range(3))
@@ -116,6 +119,7 @@ def test_no_epoch_is_lost_or_counted_twice_whatever_checkpoint_is_resumed(tmp_pa
     assert pruned_counts(second) == pruned_counts(whole)
 
 
+@pytest.mark.long
 def test_an_epoch_that_the_training_ends_in_counts_where_it_is_finished(tmp_path: Path) -> None:
     whole, first, second = (prepared("epoch", 0.2) for _ in range(3))
     train(whole, tmp_path / "whole", 3)
@@ -126,6 +130,7 @@ def test_an_epoch_that_the_training_ends_in_counts_where_it_is_finished(tmp_path
     assert pruned_counts(second) == pruned_counts(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_epoch_counts_once_however_its_batches_are_accumulated(tmp_path: Path, accumulate: int) -> None:
     model = prepared("epoch")

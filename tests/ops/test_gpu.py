@@ -43,6 +43,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.long
 def test_the_kernels_pass_in_the_interpreter() -> None:
     if INTERPRETED:
         return

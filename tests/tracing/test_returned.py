@@ -117,6 +117,7 @@ def agree(model: nn.Module, gm: nn.Module, training: bool, *args: Any) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", [False, True], ids=["computes", "passes on"])
 @pytest.mark.parametrize("put", PUT)
 @pytest.mark.parametrize("found", FOUND)

@@ -326,6 +326,7 @@ def choices(gm: fx.GraphModule) -> int:
     return sum(node.target is kept_unless for node in gm.graph.nodes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("step", FOLLOWED)
 def test_a_graph_skips_what_the_model_skips(step: str, layers: int) -> None:
