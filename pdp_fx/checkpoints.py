@@ -53,14 +53,17 @@ def conflicts(
     targets = {name: int(units[0]) for name, units in saved.items()}
     found = _other_totals(masks, rules, allocation == "uniform", targets)
     others, elsewhere = _differs(state.get(f"{prefix}seal"), seal(rules, allocation, computed))
-    if others and any(targets.get(name, UNSET) != UNSET for name, mask in masks if mask.planned):
+    trained = int(state.get(f"{prefix}counter", 0)) > 0
+    # Masks of another name are left alone with strict=False, but not what counts the steps.
+    renamed = trained and any(name not in targets for name, _ in masks)
+    if others and (renamed or any(targets.get(name, UNSET) != UNSET for name, mask in masks if mask.planned)):
         texts = ", ".join(dict.fromkeys(map(rule_text, rules.values())))
         found.insert(
             0,
             "the checkpoint's masks follow other rules, another policy or another allocation, than "
             f"{texts} with allocation={allocation!r}",
         )
-    elif elsewhere and int(state.get(f"{prefix}counter", 0)) > 0:
+    elif elsewhere and trained:
         found.insert(
             0,
             "the checkpoint was trained with masks in other places: here they are on what is computed from "

@@ -279,7 +279,8 @@ def count_product(
             rows = weight.shape[axis] * math.prod(weight.shape[:-2])
             positions = other.numel() // max(rows, 1)
             # The weight's contracted axis and the axis of the other operand that is left lie alike.
-            across = [layer for layer in flow.layers(other) if layer.support == {other.ndim + axis}]
+            left_axis = frozenset({other.ndim + axis})
+            across = [layer for layer in flow.layers(other) if layer.support == left_axis]
             ids = None if inputs is None else inputs.ids.reshape(-1)
             flow.contract(weight, other, positions, ids, across)
             return

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdp_fx.ops.select import readable
+from pdp_fx.ops.select import in_vmap, readable
 from pdp_fx.ops.straight import straight_through
 from pdp_fx.ops.threshold import compute_dtype
 
@@ -377,7 +377,7 @@ def _as_given(result: Tensor, plain: Callable[[Tensor], Tensor], input: Tensor, 
     """
     result = result.to(plain(input.new_empty((0, *input.shape[axis:]))).dtype)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.ndim if axis == 1 else 0)
-    if last is None or input.is_contiguous():
+    if last is None or input.is_contiguous() or in_vmap():
         return result.contiguous()
     # Half of the channels, say, lies in that order with gaps.
     without_gaps = torch.empty_like(input, device="meta")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
 
 Values = NDArray[Any]
 
@@ -107,9 +108,15 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
 
 
+def in_vmap() -> bool:
+    """Whether `torch.func.vmap` is active, under which no tensor says how it lies in memory."""
+    stack = get_interpreter_stack() or ()
+    return any(each.key() == TransformType.Vmap for each in stack)
+
+
 def is_batched(gradient: Tensor) -> bool:
     """Whether it is several gradients at once (``is_grads_batched=True``), which nothing takes in place."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return not torch.compiler.is_compiling() and is_legacy_batchedtensor(gradient)
 
 
 def storage_order(tensor: Tensor) -> Tensor:

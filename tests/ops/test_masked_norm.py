@@ -258,6 +258,15 @@ def test_a_weighted_loss_is_the_mean_over_the_channels_that_stay() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_group_norm_of_images_goes_over_several_of_them_at_once() -> None:
+    mask, weight, bias = torch.linspace(0, 1, 6, dtype=torch.float64), some(6), some(6)
+    # Behind a convolution over several weights at once, images lie so.
+    images = some(2, 3, 6, 4, 4).movedim(1, 0)
+    found = torch.func.vmap(lambda each: group(each, weight, bias, mask))(images)
+    expected = torch.stack([group(each, weight, bias, mask) for each in images])
+    torch.testing.assert_close(found, expected)
+
+
 def test_what_a_mean_runs_over_may_be_written_to_afterwards() -> None:
     mask = torch.linspace(0, 1, 6, requires_grad=True)
     first = torch.randn(4, 6, requires_grad=True)

@@ -244,6 +244,18 @@ def test_a_checkpoint_of_a_pattern_that_prunes_as_many_of_each_group_is_refused(
     assert pruned_counts(again) == pruned_counts(model)
 
 
+def test_a_checkpoint_of_masks_with_other_names_does_not_give_its_counter_alone() -> None:
+    model = prepared(RULES["unstructured"])
+    for _ in range(3):
+        pdp_fx.step(model)
+    with pytest.raises(RuntimeError, match=r"follow other rules, .* than Channels\(.*begin with 'pdp\.'"):
+        prepared(RULES["channels"]).load_state_dict(model.state_dict(), strict=False)
+    other = prepared(RULES["channels"])
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("pdp.")}
+    other.load_state_dict(weights, strict=False)
+    assert int(state(other).counter) == 0
+
+
 @pytest.mark.parametrize(
     ("rule", "allocation"),
     [(Unstructured(0.5), "uniform"), (Unstructured(0.5, policy=pdp_fx.ShrinkMask), "global")],
