@@ -77,6 +77,7 @@ def test_every_method_ends_at_the_sparsity_that_was_asked(name: str, block: str,
     assert max(run.flips) > 0 or name == "dnw"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_the_converted_model_is_the_model_in_eval_mode(name: str, batches: Batches) -> None:
     run = finished(trainer(name, batches), batches)

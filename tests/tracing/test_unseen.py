@@ -104,6 +104,7 @@ class Uses(nn.Module):
         return self.last(x * self.number(found))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("found", FOUND)
 def test_what_a_part_gives_back_is_checked(place: str, found: str) -> None:

@@ -55,6 +55,7 @@ def test_one_graph_serves_the_whole_ramp_with_the_losses_of_eager_mode(rule: Rul
     assert any(pruned_counts(twin))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_model_compiled_for_sizes_that_vary_has_the_losses_of_eager_mode(rule: Rule) -> None:
     eager = prepared(rule)
@@ -98,6 +99,7 @@ torch.compile(model, fullgraph=True, backend="aot_eager")(batch()[0]).sum().back
 """
 
 
+@pytest.mark.long
 def test_a_fresh_process_compiles_what_it_has_prepared() -> None:
     """Other tests import torch.compile before they trace a model, which hides what tracing replaces."""
     command = [sys.executable, "-W", "error::UserWarning", "-c", COMPILE_FIRST_THING]
