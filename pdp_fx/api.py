@@ -206,7 +206,8 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         StateError: the model was never prepared, nothing is pruned yet, weights or running statistics are
             NaN, the schedule's whole numbers were averaged or cast, a table of indices is not the one that
             was prepared, a wrapper or a hook computes more, a masked layer was replaced, a policy keeps what
-            it calls pruned, or the model cannot be copied or no longer takes its example.
+            it calls pruned or leaves too little of a group, or the model cannot be copied or no longer takes
+            its example.
         VerifyError: the outputs differ; without hooks inside the model and policies that draw random numbers
             this would be a bug of this package.
         PassError: a pass failed.

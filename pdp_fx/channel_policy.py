@@ -59,6 +59,11 @@ class ChannelPolicy(MaskPolicy):
         """How many of the group's channels must stay so that each layer keeps ``min_channels``."""
         return max(-(-min_channels // self.block), len(self.parts), self.least)
 
+    def leaves_enough(self, gone: Tensor) -> bool:
+        """Whether every layer and every part has channels left without those marked in ``gone``."""
+        parts = (gone.index_select(0, self.get_buffer(f"part_{index}")) for index in range(len(self.parts)))
+        return self.width - int(gone.sum()) >= self.fewest(1) and not any(bool(part.all()) for part in parts)
+
     def forward(self, *weights: Tensor) -> Tensor:
         """Return the mask, shape (width,)."""
         for weight in weights:

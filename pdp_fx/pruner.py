@@ -268,17 +268,25 @@ class Pruner(nn.Module):
                 _check_results(mask, parameters_of(gm, mask))
 
     def check_hard(self, gm: fx.GraphModule) -> None:
-        """Raise StateError if a policy of the user's keeps weights that it calls pruned."""
+        """Raise StateError if a policy of the user's keeps what it calls pruned, or prunes whole groups."""
         for name, mask in self.mask_items():
-            if not isinstance(mask, WeightPolicy) or _is_own(mask):
+            if not isinstance(mask, WeightPolicy | ChannelPolicy) or _is_own(mask):
                 continue
             weights = parameters_of(gm, mask)
             with preserved(mask), torch.no_grad():
-                left = mask.eval().hard(*weights)[mask.pruned(*weights)]
+                gone = mask.pruned(*weights)
+                left = mask.eval().hard(*weights)[gone]
             if left.count_nonzero() > 0:
+                units = "weights" if isinstance(mask, WeightPolicy) else "channels"
                 raise StateError(
-                    f"{type(mask).__name__}.hard keeps {int(left.count_nonzero())} weights of {name} that "
+                    f"{type(mask).__name__}.hard keeps {int(left.count_nonzero())} {units} of {name} that "
                     "its pruned calls gone: it must give 0 for them"
+                )
+            if isinstance(mask, ChannelPolicy) and not mask.leaves_enough(gone):
+                parts = ", one of each of mask.parts among them" if mask.parts else ""
+                raise StateError(
+                    f"{type(mask).__name__}.pruned leaves {mask.width - int(gone.sum())} of the {mask.width} "
+                    f"channels of {name}: at least {mask.fewest(1)} must stay{parts}"
                 )
 
     def check_reachable(self, gm: fx.GraphModule) -> None:

@@ -428,3 +428,49 @@ def test_a_policy_that_keeps_what_it_calls_pruned_is_refused(rule: Any, x: Tenso
     pdp_fx.step(model)
     with pytest.raises(StateError, match=r"KeepsAll.*hard keeps \d+ weights of .* it must give 0 for them"):
         pdp_fx.convert(model)
+
+
+class ClosedGates(Given):
+    """Prunes as many channels as ``closed`` says, from the last."""
+
+    planned = False
+    closed: ClassVar[int] = 16
+
+    def pruned(self, *weights: Tensor) -> Tensor:
+        return torch.arange(self.width) >= self.width - self.closed
+
+    def hard(self, *weights: Tensor) -> Tensor:
+        return (~self.pruned(*weights)).float()
+
+
+class HalfClosedGates(ClosedGates):
+    closed = 8
+
+
+class OpenGates(HalfClosedGates):
+    def hard(self, *weights: Tensor) -> Tensor:
+        return torch.ones(self.width)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (ClosedGates, r"ClosedGates.pruned leaves 0 of the 16 channels of 0: at least 1 must stay"),
+        (OpenGates, r"OpenGates.hard keeps \d+ channels of 0 that its pruned calls gone"),
+    ],
+)
+def test_a_policy_that_prunes_whole_groups_or_keeps_gone_channels_is_refused(
+    policy: type[MaskPolicy], why: str, x: Tensor
+) -> None:
+    model = prepared(Channels(0.5, policy=policy), x, overrides={"2": None})
+    pdp_fx.step(model)
+    with pytest.raises(StateError, match=why):
+        pdp_fx.convert(model)
+
+
+def test_a_channel_policy_of_ones_own_decides_which_channels_go(x: Tensor) -> None:
+    model = prepared(Channels(0.5, policy=HalfClosedGates), x, overrides={"2": None})
+    pdp_fx.step(model)
+    small = pdp_fx.convert(model)
+    assert torch.equal(small.get_parameter("0.weight"), model.get_parameter("0.weight")[:8])
+    torch.testing.assert_close(small(x), model.eval()(x))
