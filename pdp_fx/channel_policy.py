@@ -78,14 +78,14 @@ class ChannelPolicy(MaskPolicy):
 
     def hard(self, *weights: Tensor) -> Tensor:
         """The mask in eval mode: 0 for pruned channels, 1 for the others, shape (width,)."""
-        return self.kept(self.scores(*weights))
+        return (~self.pruned(*weights)).to(compute_dtype(weights[0].dtype))
 
     def kept(self, scores: Tensor) -> Tensor:
         """The hard mask that follows from the scores."""
         return (~self._gone(scores)).to(scores.dtype)
 
     def scores(self, *weights: Tensor) -> Tensor:
-        """What channels are ranked by, shape (width,), float32 or float64; low scores are pruned first."""
+        """What channels are ranked by, any numbers, shape (width,), float32 or float64; low ones go first."""
         energies: list[Tensor] = []
         entries: list[Tensor] = []
         for index, (weight, producer) in enumerate(zip(weights, self.producers, strict=True)):
@@ -102,7 +102,8 @@ class ChannelPolicy(MaskPolicy):
     def ranked(self, scores: Tensor) -> Tensor:
         """The scores, with the best channel of each part raised above all others: it is pruned last."""
         scores = scores.detach()
-        first = 2 * scores.amax().reshape(1)
+        most = scores.amax().reshape(1)
+        first = torch.where(most > 0, 2 * most, 1.0)
         for index in range(len(self.parts)):
             part = self.get_buffer(f"part_{index}")
             best = part.index_select(0, scores.index_select(0, part).argmax().reshape(1))

@@ -439,9 +439,6 @@ class ClosedGates(Given):
     def pruned(self, *weights: Tensor) -> Tensor:
         return torch.arange(self.width) >= self.width - self.closed
 
-    def hard(self, *weights: Tensor) -> Tensor:
-        return (~self.pruned(*weights)).float()
-
 
 class HalfClosedGates(ClosedGates):
     closed = 8
@@ -474,3 +471,34 @@ def test_a_channel_policy_of_ones_own_decides_which_channels_go(x: Tensor) -> No
     small = pdp_fx.convert(model)
     assert torch.equal(small.get_parameter("0.weight"), model.get_parameter("0.weight")[:8])
     torch.testing.assert_close(small(x), model.eval()(x))
+
+
+class BelowZero(ChannelPolicy):
+    """Ranks as ever, by numbers below zero."""
+
+    def soft(self, *weights: Tensor) -> Tensor:
+        return self.hard(*weights)
+
+    def scores(self, *weights: Tensor) -> Tensor:
+        return -1.0 / super().scores(*weights)
+
+
+def test_scores_may_be_negative_where_the_best_channel_of_a_part_stays() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.left, self.right = nn.Linear(4, 16), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = self.both(x).chunk(2, 1)
+            return self.left(left) + self.right(right)
+
+    torch.manual_seed(0)
+    net, x = Halves(), torch.randn(2, 4)
+    for ratio in (0.25, 0.75):
+        left: list[Tensor] = []
+        for policy in (None, BelowZero):
+            model = pdp_fx.prepare(net, PruneSpec(Channels(ratio, policy=policy), schedule=AT_ONCE), x)
+            pdp_fx.step(model)
+            left.append(pdp_fx.convert(model).get_parameter("both.weight"))
+        assert torch.equal(*left)
