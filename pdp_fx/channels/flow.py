@@ -453,7 +453,7 @@ class LabelFlow(TorchDispatchMode):
         anew = tuple(layer.ids.reshape(-1).numpy() for layer in across if not layer.free)
         counts = of_data and self.node not in self.idle
         if counts:
-            each = positions / math.prod(len(ids) for ids in anew)
+            each = positions / max(math.prod(len(ids) for ids in anew), 1)
             self.record.uses.append(Use((*self._axes(weight), *anew), each))
         for name, share in self.stored.shares(weight, [*behind, *([made.slot] for made in lost)]).items():
             used = positions * share if counts else 0.0

@@ -110,7 +110,7 @@ def transformed() -> bool:
 
 def in_vmap() -> bool:
     """Whether `torch.func.vmap` is active, under which no tensor says how it lies in memory."""
-    stack = get_interpreter_stack() or ()
+    stack = () if torch.compiler.is_compiling() else get_interpreter_stack() or ()
     return any(each.key() == TransformType.Vmap for each in stack)
 
 

@@ -267,6 +267,15 @@ def test_a_group_norm_of_images_goes_over_several_of_them_at_once() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_a_group_norm_of_images_with_the_channels_last_compiles_in_one_graph() -> None:
+    mask, weight, bias = torch.linspace(0, 1, 6, dtype=torch.float64), some(6), some(6)
+    images = some(2, 6, 4, 4).to(memory_format=torch.channels_last)
+    compiled = torch.compile(group, fullgraph=True, backend="eager")
+    found = compiled(images, weight, bias, mask)
+    torch.testing.assert_close(found, group(images, weight, bias, mask))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_what_a_mean_runs_over_may_be_written_to_afterwards() -> None:
     mask = torch.linspace(0, 1, 6, requires_grad=True)
     first = torch.randn(4, 6, requires_grad=True)
