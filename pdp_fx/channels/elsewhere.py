@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.nn import functional
 
 from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.counts import JOINS, is_fixed
@@ -28,6 +29,13 @@ from pdp_fx.tracing.examples import ExampleCall, Inputs, first_taken
 
 ELSEWHERE = "on inputs of other sizes"
 """What is added to the reasons why channels stay that do not hold for the example itself."""
+
+RESAMPLES: frozenset[Any] = frozenset({
+    functional.interpolate, functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d,
+    functional.adaptive_avg_pool3d, functional.adaptive_max_pool1d, functional.adaptive_max_pool2d,
+    functional.adaptive_max_pool3d,
+})  # fmt: skip
+"""Functions that sweep the same axes for any number of pixels that they make; channels along these stay."""
 
 
 def heed_other_sizes(
@@ -70,10 +78,11 @@ def widths_of(shapes: Mapping[str, tuple[int, ...]]) -> set[int]:
 def _follows_sizes(gm: fx.GraphModule, record: Record) -> bool:
     """Whether an operation on channels is told a number that may be another at the next call.
 
-    A number that does nothing on the example, such as 0 to add, may do something elsewhere.
+    A number that does nothing on the example, such as 0 to add, may do something elsewhere. How many pixels
+    are made of others is no such number.
     """
     nodes = (node for node in gm.graph.nodes if _reads_channels(node, record))
-    return any(map(record.tells_varying, nodes))
+    return any(record.tells_varying(node) and node.target not in RESAMPLES for node in nodes)
 
 
 def _reads_channels(node: fx.Node, record: Record) -> bool:
