@@ -189,9 +189,9 @@ def _grouped(found: ChannelMap) -> frozenset[str]:
 def _block(found: ChannelMap, group: ChannelGroup, grouped: frozenset[str]) -> int:
     """How many channels of each layer go with each of the group's: those of a head, or one."""
     members = [found.slots[slot] for slot in group.members if slot.axis != 1 or slot.tensor not in grouped]
-    counts = [
-        np.unique(classes[np.isin(classes, group.classes)], return_counts=True)[1] for classes in members
-    ]
+    inside = np.zeros(len(found.classes), dtype=bool)
+    inside[group.classes] = True
+    counts = [np.unique(classes[inside[classes]], return_counts=True)[1] for classes in members]
     return int(np.gcd.reduce(np.concatenate(counts)))
 
 

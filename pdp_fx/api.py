@@ -33,7 +33,7 @@ from pdp_fx.planning import check_parameters, parameters_of
 from pdp_fx.policy import may_add_penalty
 from pdp_fx.proving import check_unpruned, proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
-from pdp_fx.sharding import refuse_divided, refuse_sharded, reshard
+from pdp_fx.sharding import gathered, refuse_divided, refuse_sharded, reshard
 from pdp_fx.spec import PruneSpec
 from pdp_fx.trace import trace, without_shape
 from pdp_fx.tracing.copying import copied
@@ -176,7 +176,8 @@ def penalty(model: nn.Module) -> Tensor:
     terms: list[Tensor] = []
     for _, mask in pruner.mask_items():
         if may_add_penalty(mask):
-            term = mask.penalty(*parameters_of(gm, mask))
+            with gathered(mask, with_gradients=True):
+                term = mask.penalty(*parameters_of(gm, mask))
             terms += [] if term is None else [term]
         else:
             check_parameters(gm, mask)

@@ -145,7 +145,8 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
     """Count the weights and multiply-accumulates of ``model``, layer by layer.
 
     Args:
-        model: a prepared model, a converted one, or any module.
+        model: a prepared model, a converted one, or any module. If it holds a prepared model, as a wrapper
+            does, that one is counted.
         example_inputs: needed for multiply-accumulates of a model that `prepare` did not make; of one that
             it made they are counted if that was given inputs. They are counted for one example: total over
             the batch, divided by the first axis of the first input.

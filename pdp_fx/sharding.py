@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -48,12 +48,15 @@ def write_whole(shard: Tensor, full: Tensor) -> None:
 
 
 @contextmanager
-def gathered(*modules: nn.Module, write: bool = False) -> Generator[None, None, None]:
+def gathered(
+    *modules: nn.Module, write: bool = False, with_gradients: bool = False
+) -> Generator[None, None, None]:
     """Put gathered parameters in the place of the sharded ones of some modules.
 
     Args:
         modules: the modules; each process must enter this context.
         write: whether what was written to the gathered ones is kept.
+        with_gradients: whether gradients of the gathered ones reach the sharded ones.
     """
     swapped = [
         (module, name, parameter)
@@ -64,7 +67,10 @@ def gathered(*modules: nn.Module, write: bool = False) -> Generator[None, None, 
     ]
     try:
         for module, name, parameter in swapped:
-            module._parameters[name] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
+            if with_gradients:
+                module._parameters[name] = cast(nn.Parameter, whole(parameter))
+            else:
+                module._parameters[name] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
         yield
         for module, name, parameter in swapped if write else ():
             write_whole(parameter, module.get_parameter(name).detach())

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Decaying(WeightPolicy):
-    """A policy with a parameter of its own, which it ranks by, and an update that writes to the weights."""
+    """Ranks by a parameter of its own, which has a penalty, too, and writes to the weights in its update."""
 
     def __init__(self, site: MaskSite) -> None:
         super().__init__(site)
@@ -51,6 +51,9 @@ class Decaying(WeightPolicy):
 
     def pruned(self, *weights: Tensor) -> Tensor:
         return super().pruned(weights[0] * self.scale.sum())
+
+    def penalty(self, *weights: Tensor) -> Tensor:
+        return (self.scale.sum() - 0.5).square() + weights[0].square().mean() * self.scale[0]
 
     @classmethod
     def update(
@@ -98,7 +101,8 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Tensor:
     """One step of training and of the schedule; the loss."""
-    loss = functional.cross_entropy(model(images), labels) + pdp_fx.penalty(model)
+    # A sharded model has its shards now, and not what it gathers for its forward.
+    loss = pdp_fx.penalty(model) + functional.cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
