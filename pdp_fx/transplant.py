@@ -10,10 +10,10 @@ code says how many there are, it does not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 
 import torch
 from torch import fx, nn
@@ -192,42 +192,58 @@ def _become(own: nn.Module, layer: nn.Module) -> None:
 Count = tuple[type, str]
 """An attribute of the modules of a class that may be a number of channels or heads."""
 
+Numbers = list[tuple[nn.Module, int]]
+"""What such an attribute would be in each of these modules."""
 
-def _counts(made: nn.Module, lengths: Lengths) -> dict[Count, list[tuple[nn.Module, int]]]:
-    """The numbers that may count the channels or heads of a module, and what they would be now.
+
+def _counts(made: nn.Module, lengths: Lengths) -> dict[Count, list[Numbers]]:
+    """The numbers that may count the channels or heads of a module, and the ways to count them now.
 
     Of one with parameters of its own, such as the ``nf`` of a `Conv1D` of transformers, it may be any that is
-    the length of one of their axes; a length that has become two says nothing. Of one whose layers have all
-    kept the same share of their channels, such as the projections of an attention, any that divides how many
-    there were. The model does not say which; trying does.
+    the length of one of their axes; a length that has become two says nothing. Of one with layers that have
+    kept a share of their channels, such as the projections of an attention, any that divides how many a layer
+    had; which layer's share it keeps is the same in all modules of a class. The model does not say; trying
+    does.
     """
-    found: dict[Count, list[tuple[nn.Module, int]]] = {}
+    found: dict[Count, dict[tuple[str, int], Numbers]] = {}
     for path, module in named_modules(made):
-        now = _unique(lengths.get(path, set()))
-        inside = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
-        changed = {pair for each in inside for pair in lengths.get(each, ()) if pair[0] != pair[1]}
-        shares = {Fraction(after, before) for before, after in changed}
-        share = next(iter(shares)) if len(shares) == 1 else Fraction(0)
+        own = _unique(lengths.get(path, set()))
+        inside = [(name, f"{path}.{name}" if path else name) for name, _ in module.named_children()]
         for name, value in () if is_layer(module) else vars(module).items():
             if type(value) is not int or value < 2:
                 continue
-            divides = (value * share).denominator == 1 and any(before % value == 0 for before, _ in changed)
-            if value in now or (share and divides):
-                found.setdefault((type(module), name), []).append(
-                    (module, now.get(value, int(value * share)))
-                )
-    return found
+            ways = {("", 0): own[value]} if value in own else {}
+            for layer, place in inside:
+                ways |= {(layer, rank): now for rank, now in _counted_by(lengths.get(place, set()), value)}
+            for way, now in ways.items():
+                found.setdefault((type(module), name), {}).setdefault(way, []).append((module, now))
+    return {count: _different(ways.values()) for count, ways in found.items()}
+
+
+def _counted_by(pairs: set[tuple[int, int]], value: int) -> Iterator[tuple[int, int]]:
+    """What a number would be if it kept a share that a layer has kept of an axis, by that share's rank."""
+    changed = [(before, after) for before, after in pairs if before != after]
+    for rank, share in enumerate(sorted({Fraction(after, before) for before, after in changed})):
+        divides = any(before % value == 0 for before, after in changed if Fraction(after, before) == share)
+        if divides and (value * share).denominator == 1:
+            yield rank, int(value * share)
+
+
+def _different(ways: Iterable[Numbers]) -> list[Numbers]:
+    return list({tuple((id(module), now) for module, now in way): way for way in ways}.values())
 
 
 MOST_CHOICES = 256
 """So many ways to count anew are tried."""
 
 
-def _choices(counts: dict[Count, list[tuple[nn.Module, int]]]) -> Iterator[list[tuple[nn.Module, str, int]]]:
+def _choices(counts: dict[Count, list[Numbers]]) -> Iterator[list[tuple[nn.Module, str, int]]]:
     """Which numbers to change, none at first, and the fewest."""
     for size in range(len(counts) + 1):
         for chosen in combinations(counts, size):
-            yield [(module, name, now) for kind, name in chosen for module, now in counts[kind, name]]
+            for ways in product(*(counts[count] for count in chosen)):
+                pairs = zip(chosen, ways, strict=True)
+                yield [(module, name, now) for (_, name), way in pairs for module, now in way]
 
 
 @contextmanager

@@ -220,6 +220,17 @@ def test_numbers_that_a_module_has_of_its_layers_are_counted_anew_where_that_fit
     torch.testing.assert_close(made(x), pdp_fx.convert(prepared)(x))
 
 
+def test_numbers_are_counted_by_the_layers_that_they_are_of() -> None:
+    attention = CountedHeads()
+    spec = {"wide": Channels(ratio=0.25)}
+    prepared = pruned(attention, torch.randn(2, 5, 8), Channels(ratio=0.5), overrides=spec)
+    made: Any = pdp_fx.transplant(prepared, attention)
+    assert made.wide.out_features == 0.75 * attention.wide.out_features
+    assert (made.num_heads, made.head_dim) == (2, 4)
+    x = torch.randn(3, 7, 8)
+    torch.testing.assert_close(made(x), pdp_fx.convert(prepared)(x))
+
+
 def test_numbers_of_channels_that_others_become_are_counted_once() -> None:
     model = nn.Sequential(nn.Linear(4, 8), Transposed(16, 8), nn.ReLU(), nn.Linear(16, 3))
     made: Any = pdp_fx.transplant(pruned(model, torch.randn(2, 5, 4), Channels(ratio=0.5)), model)
