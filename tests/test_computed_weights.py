@@ -522,6 +522,7 @@ class Quantised(nn.Linear):
         return functional.linear(input, rounded.clamp(-self.levels, self.levels) * scale, self.bias)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("levels", [1, 3, 7])
 @pytest.mark.parametrize("of_mean", [False, True])
 def test_where_a_quantised_weight_is_masked_does_not_hang_on_its_values(levels: int, of_mean: bool) -> None:

@@ -175,6 +175,7 @@ def test_the_converted_model_is_plain(name: str, spec: PruneSpec) -> None:
         torch.testing.assert_close(copied(x), converted(x), rtol=0, atol=0)
 
 
+@pytest.mark.long
 @every_net
 @every_spec
 def test_the_converted_model_exports_and_compiles(name: str, spec: PruneSpec, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_resnet18(spec: PruneSpec) -> None:
     torch.testing.assert_close(pickle.loads(blob)(x), converted(x), rtol=0, atol=0)
 
 
+@pytest.mark.long
 @every_spec
 def test_mobilenet_v2(spec: PruneSpec) -> None:
     _, converted, _ = check(lambda: torchvision.models.mobilenet_v2(weights=None), spec, 32)

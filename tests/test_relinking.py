@@ -115,6 +115,7 @@ def net(kind: type[Whole], way: str, layer: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), kind(way, layer), nn.Linear(8, 4)).double()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Whole, HasMethod])
 @pytest.mark.parametrize("way", WAYS)
 def test_masks_reach_layers_that_are_reached_by_something_else(kind: type[Whole], way: str) -> None:

@@ -350,6 +350,7 @@ def around(step: str) -> tuple[fx.GraphModule, nn.Module, Tensor]:
     return gm, model, x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", KEPT_WHOLE)
 def test_other_branches_on_random_numbers_are_kept_whole(step: str) -> None:
     gm, _, _ = around(step)
@@ -365,6 +366,7 @@ def test_other_numbers_from_outside_torch_are_kept_whole(step: str) -> None:
     assert_alike(gm, model, x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", [*RULES.values(), Channels(ratio=0.5, through_norms=True)])
 @pytest.mark.parametrize("step", ["dropped", "by_python"])
 def test_a_model_that_skips_is_pruned_and_trains(rule: Rule, step: str) -> None:
@@ -441,6 +443,7 @@ class Decoder(nn.Module):
         return torch.stack(guesses, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("draw", ["each_time", "in_training", "by_torch", "by_numpy", "for_all"])
 def test_a_decoder_with_teacher_forcing_is_pruned(draw: str) -> None:
     model = Decoder(draw).double()

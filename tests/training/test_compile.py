@@ -38,6 +38,7 @@ class Counting:
         return lookup_backend("aot_eager")(gm, inputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_one_graph_serves_the_whole_ramp_with_the_losses_of_eager_mode(rule: Rule) -> None:
     eager = prepared(rule)
@@ -70,6 +71,7 @@ def test_a_model_compiled_for_sizes_that_vary_has_the_losses_of_eager_mode(rule:
     assert pruned_counts(twin) == pruned_counts(eager)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_evaluation_compiles_in_one_graph_for_every_ratio(rule: Rule) -> None:
     model = prepared(rule)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_ranks_agree_on_masks_and_losses_with_each_other_and_with_training_alone() -> None:
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.ranks"]
     done = subprocess.run(
