@@ -19,7 +19,7 @@ from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.preserve import Changes, anything_may_be_written
 from pdp_fx.tracing.steps import Whole
-from pdp_fx.tracing.verify import again, called, difference
+from pdp_fx.tracing.verify import Runner, again, called, difference
 
 _log = logging.getLogger(__name__)
 
@@ -111,21 +111,30 @@ def _acts_as_recorded(
     except Exception as err:  # noqa: BLE001 the model need not bear to be recorded then
         _log.info("a second call is not recorded: %s", err)
     others = example.with_other_numbers()
-    runs = [*((other, again(other, training)) for other in others), (example, _with_other_weights)]
+    runs = [*((other, again(other, training)) for other in others), (example, _with_other_weights(model))]
     with anything_may_be_written():
         return not any(difference(gm, model, other, training, runner=runner) for other, runner in runs)
 
 
-def _with_other_weights(model: Any, call: ExampleCall) -> Any:
-    """Call a model twice, the second time with other numbers in its parameters and buffers."""
-    called(model, call.fresh())
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                # Not all by one factor, which a norm would take back.
-                shares = torch.linspace(0.5, 1.0, tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-                tensor.mul_(shares.view(tensor.shape))
-    return called(model, call)
+def _with_other_weights(owner: nn.Module) -> Runner:
+    """A runner that calls a model twice, the second time with other numbers in what the owner has.
+
+    These are parameters and buffers, which a graph shares; its constants are no weights.
+    """
+
+    def call(model: Any, example: ExampleCall) -> Any:
+        called(model, example.fresh())
+        with torch.no_grad():
+            for tensor in (*owner.parameters(), *owner.buffers()):
+                if tensor.is_floating_point():
+                    # Not all by one factor, which a norm would take back.
+                    shares = torch.linspace(
+                        0.5, 1.0, tensor.numel(), dtype=tensor.dtype, device=tensor.device
+                    )
+                    tensor.mul_(shares.view(tensor.shape))
+        return called(model, example)
+
+    return call
 
 
 def _listed(names: list[str]) -> str:

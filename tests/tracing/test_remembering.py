@@ -103,6 +103,19 @@ class NormalisesByNumber(Normalises):
         return self.layer(x) / self.norm
 
 
+class Counts(nn.Module):
+    """Makes a table in its first call, and has a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.table = nn.Linear(4, 4), torch.linspace(1, 2, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        return self.layer(x) * self.scale + self.table
+
+
 class Slots:
     """An object without a dict."""
 
@@ -197,6 +210,11 @@ def test_a_module_that_acts_by_what_it_has_kept_stays_whole(inner: nn.Module, na
     model, first, second = Around(inner), torch.randn(3, 4), torch.randn(5, 4)
     gm = exact(model, first, second)
     assert opaque(gm) == {"inner": f"keeps {names} for its next call, outside its buffers"}
+
+
+def test_a_table_that_no_weight_is_in_may_be_kept() -> None:
+    gm = exact(nn.Sequential(Counts(), nn.BatchNorm1d(4)), torch.randn(3, 4), torch.randn(5, 4))
+    assert not opaque(gm)
 
 
 def test_what_a_small_call_keeps_may_limit_a_larger_one() -> None:
