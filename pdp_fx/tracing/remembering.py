@@ -17,6 +17,7 @@ from pdp_fx.tracing.attempts import recorded_again
 from pdp_fx.tracing.decoys import does_same
 from pdp_fx.tracing.examples import ExampleCall
 from pdp_fx.tracing.findings import Findings
+from pdp_fx.tracing.forgetting import in_mode
 from pdp_fx.tracing.preserve import Changes, anything_may_be_written
 from pdp_fx.tracing.steps import Whole
 from pdp_fx.tracing.verify import Runner, again, called, difference
@@ -117,22 +118,24 @@ def _acts_as_recorded(
 
 
 def _with_other_weights(owner: nn.Module) -> Runner:
-    """A runner that calls a model twice, the second time with other numbers in what the owner has.
+    """A runner that calls a model twice, the second time with other numbers in the parameters of the owner.
 
-    These are parameters and buffers, which a graph shares; its constants are no weights.
+    They change in training, so the model goes through that, where some drop what they keep for evaluation. A
+    buffer that training leaves alone, such as the frequencies of rotary positions, may be kept as anything.
     """
 
     def call(model: Any, example: ExampleCall) -> Any:
+        training = model.training
         called(model, example.fresh())
         with torch.no_grad():
-            for tensor in (*owner.parameters(), *owner.buffers()):
-                if tensor.is_floating_point():
+            for weight in owner.parameters():
+                if weight.is_floating_point():
                     # Not all by one factor, which a norm would take back.
                     shares = torch.linspace(
-                        0.5, 1.0, tensor.numel(), dtype=tensor.dtype, device=tensor.device
+                        0.5, 1.0, weight.numel(), dtype=weight.dtype, device=weight.device
                     )
-                    tensor.mul_(shares.view(tensor.shape))
-        return called(model, example)
+                    weight.mul_(shares.view(weight.shape))
+        return called(in_mode(model, training), example)
 
     return call
 
