@@ -274,8 +274,9 @@ class Pruner(nn.Module):
                 continue
             weights = parameters_of(gm, mask)
             with preserved(mask), torch.no_grad():
+                mask.eval()
                 gone = mask.pruned(*weights)
-                left = mask.eval().hard(*weights)[gone]
+                left = mask.hard(*weights)[gone]
             if left.count_nonzero() > 0:
                 units = "weights" if isinstance(mask, WeightPolicy) else "channels"
                 raise StateError(

@@ -450,10 +450,11 @@ class LabelFlow(TorchDispatchMode):
         behind = [origins(layer) for layer in self.layers(weight)]
         if of_data:
             self.record.weighing.update(slot for slots in behind for slot in slots)
-        anew = tuple(layer.ids.reshape(-1).numpy() for layer in across if not layer.free)
+        axes = (layer.ids.reshape(-1).numpy() for layer in across if not layer.free)
+        anew = tuple(ids for ids in axes if ids.size)
         counts = of_data and self.node not in self.idle
         if counts:
-            each = positions / max(math.prod(len(ids) for ids in anew), 1)
+            each = positions / math.prod(ids.size for ids in anew)
             self.record.uses.append(Use((*self._axes(weight), *anew), each))
         for name, share in self.stored.shares(weight, [*behind, *([made.slot] for made in lost)]).items():
             used = positions * share if counts else 0.0

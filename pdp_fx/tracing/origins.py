@@ -21,6 +21,7 @@ from pdp_fx.tracing.steps import (
     Step,
     UnrecordableError,
     Value,
+    is_input,
     is_ragged,
     root,
 )
@@ -210,7 +211,7 @@ class Origins:
         self._values[tensor] = value
         self._note_function(tensor)
         self._aliases.setdefault(storage_of(tensor), []).append(TensorWeakRef(tensor))
-        if _is_given(value):
+        if is_input(value):
             self._lasting.add(storage_of(tensor))
         return tensor
 
@@ -245,11 +246,6 @@ class Origins:
     def _sharing(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         owners = (ref() for ref in self._aliases.get(storage_of(tensor), []))
         return [owner for owner in owners if owner is not None]
-
-
-def _is_given(value: Value) -> bool:
-    maker = root(value)
-    return maker is not None and maker.op == "placeholder"
 
 
 def _parts(thing: Any) -> list[Any]:
