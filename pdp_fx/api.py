@@ -22,6 +22,7 @@ from pdp_fx.fingerprint import fingerprint, tables
 from pdp_fx.granularity import NM, Channels, Unstructured, rule_text
 from pdp_fx.held_hooks import NONE_HELD, Held, at_its_end, layers_to_hold
 from pdp_fx.mac_model import mac_model
+from pdp_fx.noted import Noted
 from pdp_fx.ops.explicit import twin
 from pdp_fx.ops.finite import all_finite
 from pdp_fx.ops.kinds import named_modules
@@ -31,6 +32,7 @@ from pdp_fx.passes.find_sites import Sites
 from pdp_fx.passes.label_channels import LabelWatch
 from pdp_fx.planning import check_parameters, parameters_of
 from pdp_fx.policy import may_add_penalty
+from pdp_fx.policy_checks import check_hard, check_results
 from pdp_fx.proving import check_unpruned, proved
 from pdp_fx.pruner import CHILD, Pruner, find, find_one, units_pruned
 from pdp_fx.sharding import gathered, refuse_divided, refuse_sharded, reshard
@@ -103,7 +105,7 @@ def prepare(
             check_unpruned(gm, model, watch.outcome, ExampleCall(*inputs))
     pruner.check_reachable(gm)
     pruner.update_masks(gm)
-    pruner.check_policies(gm)
+    check_results(gm, pruner.mask_items())
     return gm
 
 
@@ -224,7 +226,7 @@ def converted(model: nn.Module, on_pass: OnPass | None, pipeline: Pipeline) -> f
     reshard(model)
     refuse_sharded(gm)
     refuse_more_than_wrapped(model, gm, pruner.example_inputs)
-    pruner.check_layers(gm)
+    pruner.noted.check(gm, pruner.computed)
     pruner.check_unaveraged()
     _refuse_unpruned(gm, pruner)
     broken = _broken_weight(gm)
@@ -234,7 +236,7 @@ def converted(model: nn.Module, on_pass: OnPass | None, pipeline: Pipeline) -> f
         )
     if pruner.share < 1 and any(mask.planned for _, mask in pruner.mask_items()):
         logger.warning("convert at %.0f %% of the target: the ramp has not finished", 100 * pruner.share)
-    pruner.check_hard(gm)
+    check_hard(gm, pruner.mask_items())
     try:
         return proved(gm, on_pass, pipeline)
     except (PassError, VerifyError) as err:
@@ -258,7 +260,9 @@ def _keep_findings(gm: fx.GraphModule, pruner: Pruner, ctx: Context) -> None:
     plan, found = ctx.get(Plan), ctx.find(ChannelMap)
     pruner.weights = tuple(site.parameter for site in ctx.get(Sites).weights)
     pruner.groups = plan.groups
-    pruner.note_layers(gm)
+    read = [name for _, mask in pruner.mask_items() for name in mask.parameters_read]
+    pruned = (slot.tensor for group, _ in pruner.groups for slot in group.members)
+    pruner.noted = Noted.of(gm, read, pruned)
     pruner.kept = plan.kept
     pruner.skipped = plan.skipped
     if found is not None:

@@ -201,7 +201,8 @@ def parameter_of(gm: nn.Module, name: str) -> nn.Parameter:
             f"{name} is masked, but is no parameter any more: its layer was replaced, or the weight is "
             "computed since; do that before prepare"
         ) from err
-    shape: tuple[int, ...] = getattr(getattr(gm, CHILD, None), "shapes", {}).get(name, found.shape)
+    noted = getattr(getattr(gm, CHILD, None), "noted", None)
+    shape: tuple[int, ...] = found.shape if noted is None else noted.shapes.get(name, found.shape)
     if tuple(found.shape) != tuple(shape):
         raise StateError(
             f"{name} has changed its shape after prepare, from {tuple(shape)} to {tuple(found.shape)}; "

@@ -7,7 +7,7 @@ buffer of it or of its masks, registered in graph order, so that resuming is ``l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 import torch
@@ -22,14 +22,13 @@ from pdp_fx.field_checks import described
 from pdp_fx.granularity import rule_text
 from pdp_fx.masks import MaskLayout
 from pdp_fx.naming import free_name
-from pdp_fx.ops.kinds import kind_of, named_modules
-from pdp_fx.planning import CHILD, Planner, parameter_of, parameters_of
-from pdp_fx.policy import UNSET, MaskPolicy, Progress, WeightPolicy
+from pdp_fx.noted import Noted
+from pdp_fx.planning import CHILD, Planner, parameters_of
+from pdp_fx.policy import UNSET, MaskPolicy, Progress
+from pdp_fx.policy_checks import is_own
 from pdp_fx.schedule import ranks_anew, share
-from pdp_fx.sharding import gathered, is_made_of_others
+from pdp_fx.sharding import gathered
 from pdp_fx.spec import Channels, PruneSpec, Rule
-from pdp_fx.tracing.leaves import has_own_forward
-from pdp_fx.tracing.preserve import preserved
 from pdp_fx.updating import update
 
 CHECKED_EVERY = 100
@@ -48,10 +47,7 @@ class Pruner(nn.Module):
         masks: one mask per masked parameter or channel group, in graph order.
         layouts: the modules that lay group masks out along parameters that carry several groups.
         rules: the rule of each mask, by the mask's name.
-        layers: the types of the layers that take their masked parameters as arguments, or hold channels that
-            are pruned, by name.
-        shapes: the shapes of the parameters that masks read, by name.
-        owners: for every name of a parameter the first of its names.
+        noted: the layers and parameters as they were at `prepare`.
         weights: all conv and linear weights of the model, in graph order.
         groups: the channel groups that are pruned, with their rules, in the order of their masks.
         kept: the channel groups that stay, with the reasons.
@@ -78,9 +74,7 @@ class Pruner(nn.Module):
         self.masks = nn.ModuleDict()
         self.layouts = nn.ModuleDict()
         self.rules: dict[str, Rule] = {}
-        self.layers: dict[str, type[nn.Module]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.owners: dict[str, str] = {}
+        self.noted = Noted()
         self.weights: tuple[str, ...] = ()
         self.groups: tuple[tuple[ChannelGroup, Channels], ...] = ()
         self.kept: tuple[ChannelGroup, ...] = ()
@@ -129,7 +123,7 @@ class Pruner(nn.Module):
     @property
     def has_other_policies(self) -> bool:
         """Whether some masks are not this package's, and so may change the model from the start."""
-        return any(not _is_own(mask) for _, mask in self.mask_items())
+        return any(not is_own(mask) for _, mask in self.mask_items())
 
     @property
     def share(self) -> float:
@@ -146,9 +140,9 @@ class Pruner(nn.Module):
         """Advance the schedule by one epoch or step; set the targets when the ramp starts, or on its way."""
         counter, schedule = int(self.counter) + 1, self.spec.schedule
         if schedule.per == "epoch" or counter % CHECKED_EVERY == 1:
-            self.check_layers(gm)
+            self.noted.check(gm, self.computed)
         else:
-            _check_tied(gm, self.owners)
+            self.noted.check_tied(gm)
         due = self.spec.allocation == "dynamic" and ranks_anew(schedule, counter)
         due = due or (counter >= schedule.start and not self.allocated)
         if due:
@@ -220,76 +214,6 @@ class Pruner(nn.Module):
                 "model.to_empty(device=...) and load a checkpoint first"
             )
 
-    def note_layers(self, gm: fx.GraphModule) -> None:
-        """Remember the types of the layers that pruning is about, the shapes of parameters, and ties."""
-        names = [name for _, mask in self.mask_items() for name in mask.parameters_read]
-        self.shapes = {name: tuple(parameter_of(gm, name).shape) for name in names}
-        slots = (slot.tensor for group, _ in self.groups for slot in group.members)
-        holders = {tensor.rpartition(".")[0] for tensor in slots}
-        modules = [(name, module, kind_of(module)) for name, module in named_modules(gm)]
-        self.layers = {
-            name: type(module)
-            for name, module, kind in modules
-            if kind and (type(module) is kind.explicit or name in holders)
-        }
-        self.owners = _owners(gm)
-
-    def check_layers(self, gm: fx.GraphModule) -> None:
-        """Raise StateError if a masked layer is no longer what `prepare` has put there, or ties differ."""
-        now = dict(named_modules(gm))
-        for name, kind in self.layers.items():
-            layer = now.get(name)
-            if layer is None or not _is_still(layer, kind) or has_own_forward(layer):
-                raise StateError(
-                    f"{name} was replaced, wrapped or given another forward after prepare, so it is not "
-                    "masked as planned; change layers before prepare"
-                )
-        for _, mask in self.mask_items():
-            for name in set(mask.parameters_read) - self.computed.keys():
-                parameter = parameter_of(gm, name)
-                if is_made_of_others(parameter):
-                    raise StateError(
-                        f"{name} has become of type {type(parameter).__name__} after prepare, as quantised "
-                        "weights are, and cannot be pruned; quantise what convert returns"
-                    )
-        _check_tied(gm, self.owners)
-        now = _owners(gm)
-        for name, owner in self.owners.items():
-            other = now.get(name, owner)
-            if owner == name and other != owner:
-                raise StateError(
-                    f"{name} has become one parameter with {other} after prepare; tie them before it"
-                )
-
-    def check_policies(self, gm: fx.GraphModule) -> None:
-        """Raise SpecError if a policy of the user's returns something that layers cannot use."""
-        for _, mask in self.mask_items():
-            if not _is_own(mask):
-                _check_results(mask, parameters_of(gm, mask))
-
-    def check_hard(self, gm: fx.GraphModule) -> None:
-        """Raise StateError if a policy of the user's keeps what it calls pruned, or prunes whole groups."""
-        for name, mask in self.mask_items():
-            if not isinstance(mask, WeightPolicy | ChannelPolicy) or _is_own(mask):
-                continue
-            weights = parameters_of(gm, mask)
-            with preserved(mask), torch.no_grad():
-                mask.eval()
-                gone = mask.pruned(*weights)
-                left = mask.hard(*weights)[gone]
-            if left.count_nonzero() > 0:
-                units = "weights" if isinstance(mask, WeightPolicy) else "channels"
-                raise StateError(
-                    f"{type(mask).__name__}.hard keeps {int(left.count_nonzero())} {units} of {name} that "
-                    "its pruned calls gone: it must give 0 for them"
-                )
-            if isinstance(mask, ChannelPolicy) and not mask.leaves_enough(gone):
-                parts = ", one of each of mask.parts among them" if mask.parts else ""
-                raise StateError(
-                    f"{type(mask).__name__}.pruned leaves {mask.width - int(gone.sum())} of the {mask.width} "
-                    f"channels of {name}: at least {mask.fewest(1)} must stay{parts}"
-                )
-
     def check_reachable(self, gm: fx.GraphModule) -> None:
         """Raise SpecError if the spec's targets cannot be met, before any time is spent on training."""
         counts = self._plan(gm)
@@ -309,67 +233,6 @@ class Pruner(nn.Module):
     def _plan(self, gm: fx.GraphModule) -> dict[str, int]:
         with gathered(*self.masks.values()):
             return Planner(gm, self.spec, dict(self.mask_items()), self.rules, self.mac_model).plan()
-
-
-def _is_still(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a layer is of this type, or of the one that takes the parameters of this type as arguments."""
-    now = kind_of(layer)
-    return type(layer) is kind or (now is not None and (now.plain, now.explicit) == (kind, type(layer)))
-
-
-def _owners(gm: fx.GraphModule) -> dict[str, str]:
-    """For every name of a parameter the first of its names."""
-    first: dict[int, str] = {}
-    named = gm.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
-
-
-def _parameter(gm: fx.GraphModule, name: str) -> nn.Parameter | None:
-    try:
-        return gm.get_parameter(name)
-    except AttributeError:
-        return None
-
-
-def _check_tied(gm: fx.GraphModule, owners: Mapping[str, str]) -> None:
-    """Raise StateError if names that stood for one parameter stand for two now."""
-    for name, owner in owners.items():
-        if name != owner and _parameter(gm, name) is not _parameter(gm, owner):
-            raise StateError(
-                f"{name} and {owner} were one parameter when the model was prepared and are two now, of "
-                f"which only {owner} is read; tie them again, or prepare the model with two"
-            )
-
-
-def _is_own(mask: MaskPolicy) -> bool:
-    """Whether a mask is one of this package's, which need no check of what they return."""
-    return type(mask).__module__.startswith("pdp_fx.")
-
-
-def _check_results(mask: MaskPolicy, weights: list[Tensor]) -> None:
-    """Call a mask once in each mode and check the shape and dtype of its results."""
-    like = weights[0]
-    shape = (mask.width,) if isinstance(mask, ChannelPolicy) else tuple(like.shape)
-    for training, name in ((True, "soft"), (False, "hard")):
-        method = f"{type(mask).__name__}.{name}"
-        result = _called(mask, weights, training, method)
-        if not isinstance(result, Tensor):
-            raise SpecError(f"{method} must give a tensor, got {described(result)}")
-        same = result.dtype == like.dtype or (isinstance(mask, ChannelPolicy) and result.is_floating_point())
-        if tuple(result.shape) != shape or not same:
-            raise SpecError(
-                f"{method} gives {result.dtype} of shape {tuple(result.shape)} for "
-                f"{mask.parameters_read[0]}; it must give {like.dtype} of shape {shape}"
-            )
-
-
-def _called(mask: MaskPolicy, weights: list[Tensor], training: bool, method: str) -> object:
-    """The result of ``mask`` in one mode; an error in it names ``method``."""
-    try:
-        with preserved(mask), torch.no_grad():
-            return mask.train(training)(*weights)
-    except Exception as err:
-        raise SpecError(f"{method} fails for {mask.parameters_read[0]}: {type(err).__name__}: {err}") from err
 
 
 def units_pruned(gm: nn.Module, mask: MaskPolicy) -> int:
