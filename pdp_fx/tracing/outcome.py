@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.generators import random_state
+from pdp_fx.tracing.preserve import written_now
 from pdp_fx.tracing.structure import are_equal, as_base, plain_leaves, tensors
 
 NEAR = 1e-5
@@ -31,6 +32,8 @@ class Outcome:
         buffers: the buffers afterwards, by name.
         generators: the states of all random number generators afterwards.
         left: what is in the arguments afterwards; nothing if the run has changed none of it.
+        written: the parameters that runs write to afterwards, by their ids, as far as runs before have shown
+            which these are.
     """
 
     kind: type
@@ -39,6 +42,7 @@ class Outcome:
     buffers: Mapping[str, torch.Tensor]
     generators: tuple[Any, ...]
     left: Contents = ((), ())
+    written: Mapping[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
     def is_near(self, other: "Outcome", tolerance: float | None = None) -> bool:
         """Whether another run's results differ by rounding at most.
@@ -87,6 +91,10 @@ class Outcome:
         for name, buffer in self.buffers.items():
             if name not in other.buffers or not _identical(buffer, other.buffers[name]):
                 return f"leaves another value in the buffer {name}"
+        if not all(
+            _identical(self.written[key], other.written[key]) for key in self.written.keys() & other.written
+        ):
+            return "leaves another value in a parameter"
         if not _are_alike(self.left, other.left):
             return "leaves something else in what it is given"
         return "" if self.generators == other.generators else "draws other random numbers"
@@ -111,7 +119,8 @@ class Given:
 def outcome(model: nn.Module, output: Any, given: Given) -> Outcome:
     """The outcome of a run of ``model`` on what it was given that has just ended and returned ``output``."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return Outcome(type(output), *_contents(output), buffers, random_state(), given.left())
+    left, written = given.left(), written_now()
+    return Outcome(type(output), *_contents(output), buffers, random_state(), left, written)
 
 
 def _contents(structure: Any) -> Contents:

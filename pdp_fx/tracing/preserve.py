@@ -6,7 +6,7 @@ plain lists and dicts that modules hold, and of what is in these (`held`), the r
 (`generators`), and whether gradients are on.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
@@ -86,6 +86,16 @@ def unwritten(model: nn.Module) -> Generator[None, None, None]:
     finally:
         _KEPT.reset(outer)
         _put_back(kept)
+
+
+def written_now() -> Mapping[int, torch.Tensor]:
+    """Copies of the parameters that runs have written to, in their present state, by the ids of these.
+
+    They are those of the innermost `unwritten` block, as far as runs that are over have shown them.
+    """
+    kept = _KEPT.get()
+    written = {} if kept is None else kept.written
+    return {key: tensor.detach().clone() for key, (tensor, _) in written.items()}
 
 
 def all_is_written() -> None:

@@ -8,6 +8,7 @@ from torch.nn.utils import prune
 
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
+from pdp_fx.tracing.steps import InexactError
 from tests.tracing.checks import exact, opaque, targets
 
 
@@ -120,6 +121,22 @@ def test_a_weight_that_every_run_changes_is_left_as_it_was() -> None:
             return self.linear(x)
 
     assert "mul_" in targets(exact(Decays(), torch.randn(3, 4), torch.randn(5, 4)))
+
+
+def test_a_parameter_that_is_put_elsewhere_is_missed_in_the_graph() -> None:
+    """The graph would leave it as it was, which no output of the same call shows."""
+
+    class Puts(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            with torch.no_grad():
+                self.linear.bias.set_(self.linear.bias * 0.9)  # pyright: ignore[reportArgumentType]
+            return y
+
+    with pytest.raises(InexactError, match="it leaves another value in a parameter"):
+        trace(Puts(), torch.randn(3, 4))
+    gm = exact(nn.Sequential(nn.Linear(4, 4), Puts()), torch.randn(3, 4))
+    assert list(opaque(gm)) == ["1"]
 
 
 def test_a_replaced_buffer_is_overwritten() -> None:
