@@ -176,7 +176,7 @@ def report(model: nn.Module, example_inputs: ExampleInputs | None = None) -> Rep
         raise TraceError(f"the model fails on the example inputs: {type(err).__name__}: {said}") from err
     names = [site.parameter for site in ctx.get(Sites).weights]
     weights = {name: weight_of(gm, name).detach() for name in names}
-    uses = _positions(channels)
+    uses = _uses(channels)
     rows = [_row(name, weight, weight, uses, uses) for name, weight in weights.items()]
     return Report(tuple(rows), sum(parameter.numel() for parameter in gm.parameters()))
 
@@ -189,7 +189,7 @@ def _of_prepared(gm: fx.GraphModule, pruner: Pruner) -> Report:
     rows: list[Row] = []
     with torch.no_grad(), gathered(*pruner.masks.values()):
         gone = gone_classes(gm, pruner)
-        uses, uses_left = _positions(pruner.channels), _positions(pruner.channels, gone)
+        uses, uses_left = _uses(pruner.channels), _uses(pruner.channels, gone)
         soft = {mask: _soft_share(mask, parameters_of(gm, mask)) for _, mask in pruner.mask_items()}
         for name in pruner.weights:
             weight, mine = weight_of(gm, name).detach(), masks.get(name, [])
@@ -248,14 +248,14 @@ def gone_classes(gm: fx.GraphModule, pruner: Pruner) -> np.ndarray:
 
 
 def _without(weight: Tensor, name: str, gone: np.ndarray, channels: ChannelMap | None) -> Tensor:
-    """The weight without the rows and columns of dropped channels."""
+    """The weight with zeros in the rows and columns of dropped channels."""
     if channels is None or not gone.any():
         return weight
     for axis in range(weight.ndim):
         classes = channels.slots.get(Slot(name, axis))
         if classes is not None:
-            stays = torch.from_numpy(np.flatnonzero(~gone[classes])).to(weight.device)
-            weight = weight.index_select(axis, stays)
+            dropped = torch.from_numpy(np.flatnonzero(gone[classes])).to(weight.device)
+            weight = weight.index_fill(axis, dropped, 0)
     return weight
 
 
@@ -264,16 +264,18 @@ def _soft_share(mask: MaskPolicy, weights: list[Tensor]) -> float:
     return float(((values > 0.01) & (values < 0.99)).float().mean())
 
 
+_Use = tuple[float, tuple[np.ndarray, ...]]
+"""How often each number of a weight is used for one example, and of which part of it (`Contraction.part`)."""
+
+
 def _row(
     name: str,
     weight: Tensor,
     left: Tensor,
-    uses: Mapping[str, float],
-    uses_left: Mapping[str, float],
+    uses: Mapping[str, list[_Use]],
+    uses_left: Mapping[str, list[_Use]],
     masks: Sequence[_Masked] = (),
 ) -> Row:
-    nonzero = int(torch.count_nonzero(left))
-    positions, positions_left = uses.get(name), uses_left.get(name)
     targets = [mask.target for mask in masks if mask.target is not None]
     shares = [mask.share for mask in masks]
     return Row(
@@ -281,11 +283,11 @@ def _row(
         rule=" and ".join(dict.fromkeys(mask.rule for mask in masks)),
         shape=tuple(weight.shape),
         weights=weight.numel(),
-        left=nonzero,
+        left=int(torch.count_nonzero(left)),
         target=_mean(targets, shares) if targets and len(targets) == len(masks) else None,
         soft=_mean([mask.soft for mask in masks], shares) if masks else None,
-        macs=None if positions is None else round(weight.numel() * positions),
-        macs_left=None if positions_left is None else round(nonzero * positions_left),
+        macs=_macs(uses[name], torch.ones_like(weight)) if name in uses else None,
+        macs_left=_macs(uses_left[name], left) if name in uses_left else None,
     )
 
 
@@ -295,13 +297,28 @@ def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
     return sum(value * share for value, share in zip(values, shares, strict=True)) / total
 
 
-def _positions(channels: ChannelMap | None, gone: np.ndarray | None = None) -> dict[str, float]:
-    """How often each number of a weight is used for one example, of the weights of which a use was seen.
+def _uses(channels: ChannelMap | None, gone: np.ndarray | None = None) -> dict[str, list[_Use]]:
+    """How weights are used, of which a use was seen.
 
-    Where it is used for each of some channels it is used less often without those that are gone.
+    Where one is used for each of some channels it is used less often without those that are gone.
     """
-    found: dict[str, float] = {}
-    for use in () if channels is None else channels.contractions:
+    found: dict[str, list[_Use]] = {}
+    if channels is None:
+        return found
+    for use in channels.contractions:
         stays = 1.0 if gone is None else math.prod(1.0 - gone[classes].mean() for classes in use.across)
-        found[use.weight] = found.get(use.weight, 0.0) + use.positions * stays
-    return {name: uses / channels.batch for name, uses in found.items()} if channels is not None else {}
+        found.setdefault(use.weight, []).append((use.positions * stays / channels.batch, use.part))
+    return found
+
+
+def _macs(uses: Sequence[_Use], weight: Tensor) -> int:
+    """The multiply-accumulates of the numbers of a weight that are not 0."""
+    nonzero = weight != 0
+    total = sum(positions for positions, part in uses if not part) * int(nonzero.count_nonzero())
+    for positions, part in uses:
+        if part:
+            used = nonzero
+            for axis, indices in enumerate(part):
+                used = used.index_select(axis, torch.from_numpy(indices).to(weight.device))
+            total += positions * int(used.count_nonzero())
+    return round(total)

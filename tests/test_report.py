@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models  # pyright: ignore[reportMissingTypeStubs]
 
@@ -320,3 +321,68 @@ def test_the_multiply_accumulates_that_a_spec_wants_are_those_of_stacks_too() ->
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         converted(x)
     assert counted.get_total_flops() == 2 * 2 * found.macs_left
+
+
+class Elastic(nn.Module):
+    """Uses the first rows of a layer, and the first columns of the next, as one of a family of nets does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(self.a(x).relu(), self.b.weight[:12], self.b.bias[:12]).relu()
+        return F.linear(y, self.c.weight[:, :12], self.c.bias)
+
+
+class Recurrent(nn.Module):
+    """Starts from a state that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0])
+
+
+class Narrow(nn.Module):
+    """Has a layer of a single weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 1), nn.Linear(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(Elastic, (2, 8)), (Recurrent, (2, 1, 8)), (Recurrent, (2, 5, 8)), (Narrow, (2, 8))]
+)
+def test_torch_counts_the_same_multiply_accumulates(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    model, x = kind(), torch.randn(shape)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(x)
+    assert pdp_fx.report(model, x).macs == counted.get_total_flops() / 2 / 2
+
+
+def test_what_is_left_of_a_part_of_a_weight_is_what_convert_leaves() -> None:
+    model, x = Elastic(), torch.randn(2, 8)
+    masked = pdp_fx.prepare(model, at_once(Channels(ratio=0.3)), x)
+    pdp_fx.step(masked)
+    left = pdp_fx.report(masked).macs_left
+    assert left == pdp_fx.report(pdp_fx.convert(masked), x).macs
+
+
+def test_zeros_in_the_unused_part_of_a_weight_save_nothing() -> None:
+    model, x = Elastic(), torch.randn(2, 8)
+    with torch.no_grad():
+        model.b.weight[12:] *= 1e-3
+    spec = PruneSpec(
+        Unstructured(0.25), schedule=Schedule(start=0, epsilon=1.0), overrides={"a": None, "c": None}
+    )
+    masked = pdp_fx.prepare(model, spec, x)
+    pdp_fx.step(masked)
+    row = rows(pdp_fx.report(masked))["b"]
+    assert (row.left, row.macs_left) == (12 * 16, 12 * 16)

@@ -433,7 +433,8 @@ class LabelFlow(TorchDispatchMode):
     ) -> None:
         """Count the multiply-accumulates of a contraction of ``data`` with a stored weight.
 
-        What is computed of weights alone is computed once, and not for every example.
+        What is computed of weights alone is computed once, and not for every example. Data that is made of
+        numbers, such as the first state of a recurrent layer, is made for every example.
 
         Args:
             weight: the weight; nothing is counted if it is no stored one.
@@ -452,13 +453,28 @@ class LabelFlow(TorchDispatchMode):
             self.record.weighing.update(slot for slots in behind for slot in slots)
         axes = (layer.ids.reshape(-1).numpy() for layer in across if not layer.free)
         anew = tuple(ids for ids in axes if ids.size)
-        counts = of_data and self.node not in self.idle
+        counts = (of_data or self.stored.is_constant(data)) and self.node not in self.idle
         if counts:
             each = positions / math.prod(ids.size for ids in anew)
             self.record.uses.append(Use((*self._axes(weight), *anew), each))
-        for name, share in self.stored.shares(weight, [*behind, *([made.slot] for made in lost)]).items():
-            used = positions * share if counts else 0.0
-            self.record.contractions.append(Contraction(name, used, self.node, inputs, anew))
+        shares = self.stored.shares(weight, [*behind, *([made.slot] for made in lost)])
+        parts = {name: self._part(name, weight) for name, share in shares.items() if share < 1}
+        if sum(math.prod(map(len, part)) for part in parts.values()) != weight.numel():
+            parts = {}
+        for name, share in shares.items():
+            part = parts.get(name, ())
+            used = (positions if part else positions * share) if counts else 0.0
+            self.record.contractions.append(Contraction(name, used, self.node, inputs, anew, part))
+
+    def _part(self, name: str, weight: Tensor) -> tuple[np.ndarray, ...]:
+        """The indices along each axis of a parameter whose labels a weight has; all where it has none."""
+        ids = np.concatenate([layer.ids.reshape(-1).numpy() for layer in self.layers(weight)])
+        part: list[np.ndarray] = []
+        for axis, size in enumerate(self.stored.shapes[name]):
+            own = self.record.slots.get(Slot(name, axis))
+            found = np.arange(0) if own is None else np.flatnonzero(np.isin(own.numpy(), ids))
+            part.append(found if found.size else np.arange(size))
+        return tuple(part)
 
     def _axes(self, weight: Tensor) -> tuple[np.ndarray | int, ...]:
         """The labels of each axis of a weight, or its length if it has none of its own."""

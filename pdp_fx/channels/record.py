@@ -33,12 +33,14 @@ class Contraction:
 
     Attributes:
         weight: the parameter's qualified name.
-        positions: how often each number of the parameter is used, summed over the batch; below 1 if only a
-            part of it is used, and 0 in a product with other parameters or in training only.
+        positions: how often each number of the parameter, or of ``part``, is used, summed over the batch; 0
+            in a product with other parameters or in training only.
         node: the graph node that does it.
         inputs: the labels of the input channels, or None when they have none.
         across: the labels of each axis of the data for whose every element it is used anew, as classes once
             they are known.
+        part: for each axis of the parameter the indices that are used; nothing if it is used as a whole, or
+            if they are not known and ``positions`` is a mean.
     """
 
     weight: str
@@ -46,6 +48,7 @@ class Contraction:
     node: str
     inputs: Tensor | None
     across: tuple[np.ndarray, ...]
+    part: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Stored:
         self._constant = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
         self._standing: list[Tensor] = []
+        strided = (pair for pair in gm.named_parameters() if pair[1].layout is torch.strided)
+        self._places = {(tensor.data_ptr(), tensor.numel()): name for name, tensor in strided}
         for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]:
             self._names.setdefault(id(tensor), name)
             self.shapes[name] = tuple(tensor.shape)
@@ -98,9 +100,18 @@ class Stored:
         owners = [dict.fromkeys(names) for names in named if names]
         common = [name for name in owners[0] if all(name in others for others in owners)] if owners else []
         # Rows that are scaled to lengths of their own have their labels from these.
-        names = common or list(dict.fromkeys(name for each in owners for name in each))
+        names = (
+            common or list(dict.fromkeys(name for each in owners for name in each)) or self._seen_as(weight)
+        )
         sizes = {name: math.prod(self.shapes[name]) for name in names}
         if sum(sizes.values()) > weight.numel():
             largest = max(names, key=lambda name: sizes[name])
             sizes = {largest: sizes[largest]}
         return {name: weight.numel() / max(sum(sizes.values()), 1) for name in sizes}
+
+    def _seen_as(self, weight: Tensor) -> list[str]:
+        """The parameter that a tensor is all of; one of a single number has no labels to tell."""
+        if weight.layout is not torch.strided:
+            return []
+        place = weight.data_ptr(), weight.numel()
+        return [name for name in [self._places.get(place)] if name is not None]
