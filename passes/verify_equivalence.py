@@ -1,4 +1,4 @@
-"""Check that the outputs of the converted graph equal those of the prepared model in eval mode."""
+"""Check that the outputs of what `convert` returns equal those of the prepared model in eval mode."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import VerifyError
 from pdp_fx.measuring import eval_outputs, relative_difference
+from pdp_fx.plain import plain
 from pdp_fx.tracing.examples import Inputs
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,17 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Converted:
+    """What `convert` returns.
+
+    Attributes:
+        module: the graph module of plain types (`plain.plain`), which is the one that is compared.
+    """
+
+    module: fx.GraphModule
+
+
+@dataclass(frozen=True)
 class Verified:
     """The largest difference from the prepared model, relative to the scale of the output.
 
@@ -56,18 +68,19 @@ class Verified:
 
 @dataclass(frozen=True)
 class VerifyEquivalence(Pass):
-    """Puts a `Verified` into the context; does nothing without example inputs."""
+    """Puts a `Converted` into the context and, with example inputs, a `Verified`."""
 
     name: ClassVar[str] = "verify-equivalence"
     calls: ClassVar[bool] = True
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
-        reference = ctx.find(Reference)
+        reference, bare = ctx.find(Reference), plain(gm)
+        ctx.put(Converted(bare))
         if reference is None or ctx.example_inputs is None:
             logger.info("convert was not checked by numbers: the model was prepared without example inputs")
             return False
-        difference = reference.difference(gm, ctx.example_inputs, reference.outputs)
-        ctx.put(Verified(difference, _elsewhere(gm, reference)))
+        difference = reference.difference(bare, ctx.example_inputs, reference.outputs)
+        ctx.put(Verified(difference, _elsewhere(bare, reference)))
         return False
 
     def ensures(self, gm: fx.GraphModule, ctx: Context) -> None:

@@ -21,8 +21,7 @@ from pdp_fx.errors import PdpError, StateError, VerifyError
 from pdp_fx.example_inputs import matching
 from pdp_fx.fingerprint import fingerprint
 from pdp_fx.measuring import Precision, eval_outputs, relative_difference, rounding_effect
-from pdp_fx.passes.verify_equivalence import Reference
-from pdp_fx.plain import plain
+from pdp_fx.passes.verify_equivalence import Converted, Reference
 from pdp_fx.pruner import CHILD, Pruner
 from pdp_fx.tracing.copying import copied
 from pdp_fx.tracing.examples import ExampleCall, Inputs, first_taken
@@ -238,7 +237,7 @@ def _converted(
         others = _elsewhere(gm, pruner, inputs) if labels else ()
         ctx.put(Reference(outputs, tolerance, labels, others, _on_other_ranks(gm, pruner, inputs)))
     pipeline.run(gm, ctx, on_pass)
-    return plain(gm)
+    return ctx.get(Converted).module
 
 
 def _given_by(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:

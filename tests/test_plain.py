@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import pdp_fx
+from pdp_fx import Channels, Unstructured
 from pdp_fx.plain import plain
+from pdp_fx.spec import Rule
 from pdp_fx.trace import trace
-from tests.nets import NETS, listing, net, shake
+from tests.nets import NETS, listing, net, pruned, shake
 
 Way = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -281,3 +284,59 @@ def test_a_function_that_cannot_be_found_again_is_named() -> None:
     bare = plain(fx.GraphModule(nn.Module(), graph))
     with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
         pickle.dumps(bare)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = 16
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class LooksAtPart(nn.Module):
+    """A method of the model itself, which is kept whole, looks at a part that the graph calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.tail = Part(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.scaled(x, self.part(x)))
+
+    def scaled(self, x: Tensor, y: Tensor) -> Tensor:
+        if getattr(self, "part", None) is not None:
+            y = y * 2
+        return x * y if x.sum() > 0 else x - y
+
+
+class ReadsWidth(LooksAtPart):
+    def scaled(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y if x.sum() > 0 else x - y / self.part.up.out_features
+
+
+class ReadsWhatIsNotThere(LooksAtPart):
+    def scaled(self, x: Tensor, y: Tensor) -> Tensor:
+        if hasattr(self.part, "hidden"):
+            y = y / self.part.hidden
+        elif hasattr(self.part, "hidden_channels"):
+            y = y / self.part.hidden_channels
+        return x * y if x.sum() > 0 else x - y
+
+
+@pytest.mark.parametrize("kind", [LooksAtPart, ReadsWidth, ReadsWhatIsNotThere])
+@pytest.mark.parametrize("rule", [Channels(ratio=0.5), Unstructured(0.5)], ids=["channels", "unstructured"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_method_looks_at_a_part_as_before(kind: type[LooksAtPart], rule: Rule, inside: bool) -> None:
+    model = kind()
+    if inside:
+        model = nn.Sequential(model, nn.Linear(3, 8), nn.Linear(8, 2))
+    elif (kind, type(rule)) == (ReadsWidth, Channels):
+        pytest.skip("all channels stay")
+    x = torch.rand(5, 4).double()
+    masked = pruned(model.double(), rule, x).eval()
+    small = pdp_fx.convert(masked)
+    for given in (x, -x):
+        torch.testing.assert_close(small(given), masked(given), rtol=0, atol=1e-12)

@@ -51,6 +51,7 @@ def masked_layer_norm(
         eps: added to the variance.
         mask: shape (channels,), values in [0, 1].
     """
+    mask = _for(mask, input)
 
     def plain(given: Tensor = input) -> Tensor:
         return functional.layer_norm(given, list(normalized_shape), weight, bias, eps)
@@ -78,6 +79,7 @@ def masked_rms_norm(
 
     An ``eps`` of None is the smallest step from 1 in the dtype that is computed in, at least float32.
     """
+    mask = _for(mask, input)
 
     def plain(given: Tensor = input) -> Tensor:
         return functional.rms_norm(given, list(normalized_shape), weight, eps)
@@ -112,6 +114,7 @@ def masked_group_norm(
         eps: added to the variance.
         mask: shape (channels,), values in [0, 1].
     """
+    mask = _for(mask, input)
 
     def plain(given: Tensor = input) -> Tensor:
         return functional.group_norm(given, num_groups, weight, bias, eps)
@@ -153,6 +156,7 @@ def masked_mean(
         axis: the axis of the channels, from the first or, if negative, from the last.
     """
     axes = dim not in (None, [])
+    mask = _for(mask, input)
 
     def plain() -> Tensor:
         return torch.mean(input, dim, keepdim, dtype=dtype) if axes else torch.mean(input, dtype=dtype)
@@ -193,6 +197,7 @@ def masked_var(
         axis: the axis of the channels, from the first or, if negative, from the last.
     """
     off, dim = correction_of(dim, unbiased, correction), None if isinstance(dim, bool) else dim
+    mask = _for(mask, input)
 
     def plain() -> Tensor:
         return torch.var(input, dim, correction=off, keepdim=keepdim)
@@ -215,6 +220,7 @@ def masked_std(
 ) -> Tensor:
     """`torch.std`, the root of `masked_var`; where that is 0 the gradient is 0, as it is in torch."""
     off, dim = correction_of(dim, unbiased, correction), None if isinstance(dim, bool) else dim
+    mask = _for(mask, input)
 
     def plain() -> Tensor:
         return torch.std(input, dim, correction=off, keepdim=keepdim)
@@ -299,6 +305,7 @@ def masked_huber_loss(
 
 def _mean_loss(loss: Callable[..., Tensor], input: Tensor, target: Tensor, mask: Tensor, axis: int) -> Tensor:
     """The mean of a loss that is computed element by element."""
+    mask = _for(mask, input, target)
 
     def plain() -> Tensor:
         return loss(input, target)
@@ -326,6 +333,11 @@ def _variance(input: Tensor, dim: Axes, off: float, keepdim: bool, mask: Tensor,
     count = heavy.sum() * math.prod(wide.shape[each] for each in over if (each - axis) % wide.ndim)
     centred = wide - (wide * heavy).sum(over, keepdim=True) / count
     return (centred.square() * heavy).sum(over, keepdim) / (count - off).clamp(min=0)
+
+
+def _for(mask: Tensor, *inputs: Tensor) -> Tensor:
+    """The mask for these inputs: through it, too, no gradient passes where they are detached."""
+    return mask if any(each.requires_grad for each in inputs) else mask.detach()
 
 
 def _choose(mask: Tensor, length: int, plain: Callable[[], Tensor], masked: Callable[[], Tensor]) -> Tensor:

@@ -140,15 +140,31 @@ def _path(node: ast.AST) -> list[str]:
 
 
 def _is_number_of_part(node: ast.AST, model: nn.Module) -> bool:
-    """Whether an expression is a plain attribute of a module inside the model: a number, a text or None."""
+    """Whether an expression is a plain attribute of a module inside the model: a number, a text or None.
+
+    A number of a layer is none, for it may change with the layer's weights. What a module does not have, and
+    code asks for behind a question whether it has it, is one.
+    """
     names = _path(node)
     if len(names) < 2:
         return False
     holder: nn.Module | None = model
     for name in names[:-1]:
         holder = None if holder is None else holder._modules.get(name)
-    held = {} if holder is None else vars(holder)
+    if holder is None:
+        return False
+    if _has_no(holder, names[-1]):
+        return True
+    held = {} if holder._parameters else vars(holder)
     return names[-1] in held and isinstance(held[names[-1]], bool | int | float | str | None)
+
+
+def _has_no(module: nn.Module, name: str) -> bool:
+    """Whether a module surely has no attribute of this name."""
+    tables = (module._parameters, module._buffers, module._modules)
+    if any(name in table for table in tables) or type(module).__getattr__ is not nn.Module.__getattr__:
+        return False
+    return inspect.getattr_static(module, name, tables) is tables
 
 
 def run_function(recorder: Recorder, whole: Whole, function: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -89,7 +89,7 @@ def _present(value: Value, example: Any, uses: Uses, optional: bool) -> Facts:
 
 def check_inputs(facts: Facts, scope: Scope) -> Step:
     """A step that fails where these facts do not hold, and says which inputs the graph was traced with."""
-    wanted = ", ".join(_said(value, fact) for value, fact in facts)
+    wanted = ", ".join(_fact_said(value, fact) for value, fact in facts)
     message = (
         f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
     )
@@ -179,27 +179,28 @@ def all_apart(given: Tensors) -> Facts:
     ]
 
 
-def _said(value: Value, fact: Any) -> str:
+def _fact_said(value: Value, fact: Any) -> str:
     if isinstance(value, Expr) and value.call is torch.is_tensor:
-        return f"{_shown(value.args[0])}=a tensor"
+        return f"{said(value.args[0])}=a tensor"
     if isinstance(fact, Expr):
         thing = cast(Held, fact.call).thing
-        return f"{_shown(value)}={getattr(thing, '__name__', thing)}"
+        return f"{said(value)}={getattr(thing, '__name__', thing)}"
     if isinstance(value, Expr) and value.call is operator.contains:
-        return f"{value.args[1]!r} {'in' if fact else 'not in'} {_shown(value.args[0])}"
+        return f"{value.args[1]!r} {'in' if fact else 'not in'} {said(value.args[0])}"
     if isinstance(value, Expr) and value.call is hasattr:
-        thing, name = _shown(value.args[0]), value.args[1]
+        thing, name = said(value.args[0]), value.args[1]
         return f"{thing}=a number" if name == NUMBERS_HAVE else f"no {thing}.{name}"
-    return f"{_shown(value)}={fact!r}"
+    return f"{said(value)}={fact!r}"
 
 
-def _shown(value: Value) -> str:
+def said(value: Value) -> str:
+    """An input or a part of one as its caller would write it."""
     if isinstance(value, Expr):
-        inner = _shown(value.args[0])
+        inner = said(value.args[0])
         if value.call is operator.getitem:
             return f"{inner}[{value.args[1]!r}]"
-        return f"{inner}.{value.args[1]}" if value.call is getattr else f"{_SHOWN[value.call]}({inner})"
+        return f"{inner}.{value.args[1]}" if value.call is getattr else f"{_SAID[value.call]}({inner})"
     return str(value.target) if isinstance(value, Step) else "?"
 
 
-_SHOWN: dict[Any, str] = {operator.length_hint: "len", list: "list", sorted: "sorted", type: "type"}
+_SAID: dict[Any, str] = {operator.length_hint: "len", list: "list", sorted: "sorted", type: "type"}

@@ -19,13 +19,14 @@ from pdp_fx.tracing.given import (
     batch_sizes,
     check_inputs,
     plain_parts,
+    said,
     sizes_held,
     tensors_given,
     tensors_in,
 )
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.shapes import Facts, by_depth, check_step
-from pdp_fx.tracing.steps import Expr, Recording, Scope, Step
+from pdp_fx.tracing.steps import Expr, Recording, Scope, Step, Value
 from pdp_fx.tracing.structure import as_base, has_tensors
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -149,6 +150,23 @@ def _checks_of_tensors(given: Tensors, call: ExampleCall, findings: Findings, sc
     return checks
 
 
+def _checks_of_ranks(given: Tensors, line: str, scope: Scope) -> list[Step]:
+    """The checks of how many axes tensors have, for which the model has asked in this line."""
+    checks: list[Step] = []
+    for value, tensor in given:
+        message = (
+            f"{line} asks how many axes a tensor has, and {said(value)} has {tensor.ndim} in this graph; "
+            "trace with example_inputs of the kind that you need"
+        )
+        checks.append(check_step([(Expr("dim", (value,)), tensor.ndim)], message, scope, line))
+    return checks
+
+
+def _is_there(value: Value, uses: Uses) -> bool:
+    """Whether a graph can ask something of a tensor: it is an input that must be given, or it is used."""
+    return (isinstance(value, Step) and not value.args) or uses.has(value)
+
+
 def held_to_given(
     recording: Recording,
     model: nn.Module,
@@ -181,17 +199,19 @@ def held_to_given(
         for fact in tensors_given(step, given[str(step.target)], uses, findings.ordered)
     ]
     tensors = [found for step in inputs for found in tensors_in(step, given[str(step.target)])]
-    facts += [
-        (Expr(torch.is_tensor, (value,)), True)
-        for number, (value, _) in enumerate(tensors)
-        if (model.training, number) in findings.asked_for
+    asked_for = [
+        value for number, (value, _) in enumerate(tensors) if (model.training, number) in findings.asked_for
     ]
+    facts += [(Expr(torch.is_tensor, (value,)), True) for value in asked_for]
     scope = inputs[0].scope if inputs else Scope("")
     facts += reads.facts(given, uses)
     once = list({path_of(value): (value, fact) for value, fact in facts}.values())
     checks = [check_inputs(each, scope) for each in by_depth(once)]
     read = [(value, tensor) for value, tensor in tensors if reads.may_have_read(value)]
     checks += _checks_of_tensors(read, call, findings, scope)
+    if recording.asks_rank:
+        there = [pair for pair in read if _is_there(pair[0], uses) or pair[0] in asked_for]
+        checks += _checks_of_ranks(there, recording.asks_rank, scope)
     steps = list(recording.steps)
     steps[place:place] = checks
     draws = tuple(replace(draw, place=draw.place + len(checks)) for draw in recording.draws)

@@ -285,12 +285,24 @@ class _Joined:
                     vars(other)[name] = {
                         key: each for key, each in vars(own)[name].items() if id(each) in used
                     }
-                inside = {name: child for name, child in inside.items() if child is None or needed(child)}
             vars(other)["_modules"] = {
-                name: child if child is None else joined(module._modules[name], child)
+                name: child
+                if child is None
+                else joined(module._modules[name], child)
+                if used is None or needed(child)
+                else hollow(module._modules[name])
                 for name, child in inside.items()
             }
             return other
+
+        def hollow(module: nn.Module) -> nn.Module:
+            # A method may ask whether there is a part, or for a number that it holds.
+            if module not in swaps:
+                other = swaps[module] = twin(module)
+                vars(other).update({name: type(vars(module)[name])() for name in _TENSORS})
+                inside = module._modules.items()
+                vars(other)["_modules"] = {name: child and hollow(child) for name, child in inside}
+            return swaps[module]
 
         def needed(layer: nn.Module) -> bool:
             inside = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}

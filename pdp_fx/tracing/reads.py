@@ -1,7 +1,6 @@
 """How reads of a tensor's metadata and numbers are recorded: sizes, devices, dtypes, items, truth values."""
 
 import operator
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -89,15 +88,9 @@ def _rank(recorder: Recorder, tensor: torch.Tensor) -> int:
 
 
 def hold_ranks(recorder: Recorder) -> None:
-    """Add checks that the inputs have as many axes as they had, by which the model may go."""
-    for step in takewhile(lambda step: step.op == "placeholder", recorder.steps):
-        if step.shape is not None and not step.args:
-            rank = len(step.shape)
-            message = (
-                f"{source_line()} asks how many axes a tensor has, and {step.target} has {rank} in this "
-                "graph; trace with example_inputs of the kind that you need"
-            )
-            recorder.hold(Expr("dim", (step,)), rank, message)
+    """Have the graph check that the inputs have as many axes as they had, by which the model may go."""
+    if not recorder.inside and not recorder.asks_rank:
+        recorder.asks_rank = source_line()
 
 
 def counted(recorder: Recorder, number: Any) -> None:

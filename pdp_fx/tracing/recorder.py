@@ -102,7 +102,7 @@ class Recorder:
         self.scope = Scope("")
         self.scopes: dict[Scope, Args] = {self.scope: ()}
         self.flags: dict[str, set[tuple[str, bool]]] = {}
-        self.asks_mode = False
+        self.asks_mode, self.asks_rank = False, ""
         self._inside, self._thread = False, threading.get_ident()
         self._recomputed, self._checkpoints = 0, 0
         self.failures = Failures(model, self.paths, findings.tried)
@@ -434,6 +434,7 @@ class Recorder:
             self.scopes,
             flags={path: frozenset(read) for path, read in self.flags.items()},
             asks_mode=self.asks_mode,
+            asks_rank=self.asks_rank,
             unseen=unseen,
             uses_threads=self.uses_threads,
             draws=draws,

@@ -265,6 +265,7 @@ class Recording:
             and texts were arguments.
         flags: by the path of the module that ran, whose training flags it read, and what they were.
         asks_mode: whether code outside torch has read one of them.
+        asks_rank: the line that asked first how many axes a tensor has; empty if none did.
         outcome: the outcome of the run; None if nothing was run.
         unseen: tensors that no step has made and no module owns: they were there before the run, or another
             thread has made them.
@@ -282,6 +283,7 @@ class Recording:
     scopes: Mapping[Scope, tuple[Any, ...]]
     flags: Flags = field(default_factory=dict[str, frozenset[tuple[str, bool]]])
     asks_mode: bool = False
+    asks_rank: str = ""
     outcome: Outcome | None = None
     unseen: tuple[torch.Tensor, ...] = ()
     uses_threads: bool = False

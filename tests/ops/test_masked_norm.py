@@ -242,7 +242,8 @@ def test_a_loss_is_the_mean_over_the_channels_that_stay(
     expected = plain(x[:, STAYS], target[:, STAYS], **named)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     ones = torch.ones(8, dtype=torch.float64, requires_grad=True)
-    whole = masked(x, target, **named, mask=ones, axis=1)
+    assert not masked(x, target, **named, mask=ones, axis=1).requires_grad
+    whole = masked(x, target.requires_grad_(), **named, mask=ones, axis=1)
     assert torch.equal(whole, plain(x, target, **named))
     whole.backward()
     assert ones.grad is not None
@@ -303,3 +304,26 @@ def test_an_axis_of_another_length_is_refused_before_anything_is_pruned(masked: 
     mask = torch.ones(8, dtype=torch.float64)
     with pytest.raises(AssertionError, match="an axis of 8 entries, .* here it has 12"):
         masked(some(3, 12), some(12), some(12), mask)
+
+
+def statistics() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    return {
+        "layer_norm": lambda x, mask: masked_layer_norm(x, [8], mask=mask),
+        "rms_norm": lambda x, mask: masked_rms_norm(x, [8], mask=mask),
+        "group_norm": lambda x, mask: masked_group_norm(x, 2, mask=mask),
+        "mean": lambda x, mask: masked_mean(x, mask=mask, axis=1),
+        "var": lambda x, mask: masked_var(x, mask=mask, axis=1),
+        "std": lambda x, mask: masked_std(x, mask=mask, axis=1),
+    }
+
+
+@pytest.mark.parametrize("name", statistics())
+@pytest.mark.parametrize("soft", [False, True])
+def test_statistics_of_what_is_detached_lead_to_no_layer(name: str, soft: bool) -> None:
+    """As a running mean that is kept in a buffer, which must not hold on to a step's graph."""
+    act, mask = statistics()[name], torch.ones(8, dtype=torch.float64)
+    if soft:
+        mask[0] = 0.3
+    x = some(5, 8)
+    assert not act(x, mask.requires_grad_()).requires_grad
+    assert act(x.requires_grad_(), mask).requires_grad

@@ -593,3 +593,36 @@ def test_a_tuple_that_does_not_say_how_long_it_is_may_be_held() -> None:
     model = nn.Sequential(nn.Linear(4, 8))
     model.kind = cast(Any, Irrep((1, -1)))
     exact(model, torch.randn(2, 4))
+
+
+def _weighted(h: Tensor, weight: Tensor) -> Tensor:
+    """A weight for each sample, or one for each value."""
+    return (h * (weight.unsqueeze(1) if weight.dim() == 1 else weight)).sum()
+
+
+class OptionallyWeighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        h = self.linear(x)
+        return h.sum() if weight is None else _weighted(h, weight)
+
+
+class WeightedInDict(OptionallyWeighted):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _weighted(self.linear(batch["x"]), batch["weight"])
+
+
+def test_the_axes_of_optional_arguments_and_of_tensors_inside_others_are_insisted_on() -> None:
+    x, each, all_values = torch.randn(3, 4), torch.rand(3), torch.rand(3, 3)
+    gm = exact(OptionallyWeighted(), (x, each))
+    with pytest.raises(AssertionError, match="asks how many axes a tensor has, and weight has 1"):
+        gm(x, all_values)
+    assert gm(x, each).isfinite()
+    gm = exact(OptionallyWeighted(), (x,))
+    assert gm(x).isfinite()
+    gm = exact(WeightedInDict(), ({"x": x, "weight": each},))
+    with pytest.raises(AssertionError, match=r"and batch\['weight'\] has 1 in this graph"):
+        gm({"x": x, "weight": all_values})
