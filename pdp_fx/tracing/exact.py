@@ -1,7 +1,7 @@
 """Building the graph of two recordings, and checking that it gives exactly what the model gives."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, product
 from typing import Any, cast
 
@@ -19,11 +19,11 @@ from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, is_blind, turn
 from pdp_fx.tracing.functions import is_custom
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
-from pdp_fx.tracing.outcome import Outcome
+from pdp_fx.tracing.outcome import Outcome, near
 from pdp_fx.tracing.preserve import anything_may_be_written, preserved
 from pdp_fx.tracing.repeats import share_repeats
 from pdp_fx.tracing.selecting import does_more
-from pdp_fx.tracing.settings import CASTING, HELD, Question, SettingError
+from pdp_fx.tracing.settings import CASTING, HELD, OF_TENSORS, Question, SettingError
 from pdp_fx.tracing.source import source_of
 from pdp_fx.tracing.steps import InexactError, LostDtypeError, Step, UnprovenError, is_given, is_ragged
 from pdp_fx.tracing.structure import tensors
@@ -202,21 +202,32 @@ def _check_other_settings(
             calls += islice(example.with_other_numbers(), 1)
 
         returned: list[int] = []
+        gradients: list[list[torch.Tensor]] = []
 
         def within(
-            one: Any, call: ExampleCall, question: Question = question, returned: list[int] = returned
+            one: Any,
+            call: ExampleCall,
+            question: Question = question,
+            returned: list[int] = returned,
+            gradients: list[list[torch.Tensor]] = gradients,
         ) -> Any:
             with question.answered(model, call):
                 result = called(one, call)
-                # Whether there are gradients is compared, too.
+                # Whether there are gradients is compared, too, and what they are.
                 needs = [tensor.requires_grad for tensor in tensors(result)]
                 returned.append(len(needs))
+                if question.setting in OF_TENSORS:
+                    leaves = (*model.parameters(), *tensors((call.args, call.kwargs)))
+                    gradients.append(_gradients(list(tensors(result)), leaves))
                 return result, torch.tensor(needs)
 
         for call, (training, mode) in product(calls, MODES.items()):
             refuses = (lambda said: HELD in said) if call is example else (lambda _: True)
+            gradients.clear()
             with anything_may_be_written():
                 problem = difference(gm, model, call, training, refuses, within)
+            if problem == "" and len(gradients) == 2 and not all(map(near, *gradients)):
+                problem = "gives other gradients than the model"
             if problem:
                 if problem.endswith(f"at position {returned[-1]}"):
                     problem = (
@@ -228,6 +239,20 @@ def _check_other_settings(
                     question.setting,
                     training,
                 )
+
+
+def _gradients(results: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of those leaves that need some, 0 where they get none, for a weighted sum of results."""
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    ends = [result for result in results if result.requires_grad and result.layout is torch.strided]
+    if not trained or not ends:
+        return [torch.zeros_like(leaf) for leaf in trained]
+    weights = [torch.linspace(0.5, 1.5, end.numel()).to(end).view(end.shape) for end in ends]
+    found = torch.autograd.grad(ends, trained, weights, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(trained, found, strict=True)
+    ]
 
 
 def _check_mixed_modes(

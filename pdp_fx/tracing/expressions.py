@@ -8,6 +8,7 @@ import ast
 import inspect
 import linecache
 import os
+import sys
 import time
 import warnings
 from collections.abc import Container, Hashable, Iterator
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import islice
 from types import CodeType, FrameType
+
+from pdp_fx.tracing.source import is_ours, is_users, runs_models
 
 Span = tuple[int | None, int | None, int | None, int | None]
 
@@ -420,6 +423,30 @@ def only_assigns(frame: FrameType) -> bool:
             return False
         child = parent
     return False
+
+
+def is_tried() -> bool:
+    """Whether what runs now is in a `try` of the model's code, be it in a call further out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code, line = frame.f_code, frame.f_lineno
+        # To look a code object up takes longer than to ask it for the name of its file.
+        if is_ours(code.co_filename):
+            if runs_models(frame):
+                return False
+        elif is_users(code.co_filename) and any(line in lines for lines in _tried(code)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _tried(code: CodeType) -> tuple[range, ...]:
+    """The lines behind each `try` that has an `except`."""
+    function = definition(code)
+    tries = [node for node in ast.walk(function) if isinstance(node, ast.Try)] if function else []
+    bodies = [node.body for node in tries if node.handlers]
+    return tuple(range(body[0].lineno, (body[-1].end_lineno or 0) + 1) for body in bodies)
 
 
 def _names_something(statement: ast.stmt) -> bool:

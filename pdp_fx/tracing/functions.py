@@ -64,8 +64,8 @@ METADATA = frozenset(
     "is_quantized is_mkldnn is_mps is_xpu is_xla is_mtia is_maia is_ipu is_vulkan is_ort is_hpu is_nested "
     "itemsize nbytes names output_nr name _version retains_grad".split()
 )
-OF_GRADIENTS = frozenset("requires_grad is_leaf grad_fn".split())
-"""Of these, those that depend on whether gradients are on."""
+OF_GRADIENTS = frozenset("requires_grad is_leaf grad_fn is_inference".split())
+"""Of these, those that depend on whether gradients are on, or inference mode."""
 
 # These need the sizes, which in a ragged tensor depend on numbers; the first can be computed with.
 LIVE_SIZES = frozenset("shape size numel nelement".split())

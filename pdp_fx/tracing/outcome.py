@@ -55,9 +55,9 @@ class Outcome:
         if self.kind is not other.kind:
             return False
         share = NEAR if tolerance is None else tolerance
-        near = partial(_near, tolerance=tolerance)
-        given = _are_alike((self.results, self.numbers), (other.results, other.numbers), near, share)
-        return given and _are_alike(self.left, other.left, near, share)
+        alike = partial(near, tolerance=tolerance)
+        given = _are_alike((self.results, self.numbers), (other.results, other.numbers), alike, share)
+        return given and _are_alike(self.left, other.left, alike, share)
 
     def is_begun_by(self, other: "Outcome", size: int, other_size: int) -> bool:
         """Whether a run on another batch gives the same results for the examples that both begin with.
@@ -73,7 +73,7 @@ class Outcome:
             if not mine.ndim or not theirs.ndim or len(mine) * other_size != len(theirs) * size:
                 return False
             rows = min(len(mine), len(theirs))
-            if not _near(mine[:rows], theirs[:rows]):
+            if not near(mine[:rows], theirs[:rows]):
                 return False
         return True
 
@@ -167,7 +167,8 @@ def _are_alike(
     return same and _same_numbers(numbers, other_numbers, share)
 
 
-def _near(one: torch.Tensor, other: torch.Tensor, tolerance: float | None = None) -> bool:
+def near(one: torch.Tensor, other: torch.Tensor, tolerance: float | None = None) -> bool:
+    """Whether two tensors differ by no more than ``tolerance`` of their scale, or 1000 roundings of that."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point() or not one.numel():

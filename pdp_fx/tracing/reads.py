@@ -43,7 +43,9 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     name = functions.name_of(function)
     recorder.findings.sizes.read |= name in functions.SIZES
     if name in functions.OF_GRADIENTS and not functions.is_setter(function):
-        note_asked_tensor(recorder, args[0])
+        note_asked_tensor(recorder, args[0], name)
+    elif name == "grad" and not functions.is_setter(function) and is_users_question():
+        raise UnrecordableError("looks at the gradient of a tensor")
     if functions.is_setter(function):
         if name == "requires_grad":
             return recorder.function(torch.Tensor.requires_grad_, args, kwargs)

@@ -24,7 +24,7 @@ from pdp_fx.tracing.attribute_reads import AttributeReads
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.decisions import Decisions
 from pdp_fx.tracing.dtypes import Dtypes
-from pdp_fx.tracing.expressions import only_assigns
+from pdp_fx.tracing.expressions import is_tried, only_assigns
 from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.leaving import Leavings
@@ -538,7 +538,9 @@ class Recorder:
         encoded = tuple(self._encode(arg, dtypes) for arg in args)
         named = {key: self._encode(arg, dtypes) for key, arg in kwargs.items()}
         self.dtypes.given()
-        return Step(op, target, encoded, named, self.scope, source_line(), recomputed=self._recomputed)
+        step = Step(op, target, encoded, named, self.scope, source_line(), recomputed=self._recomputed)
+        step.tried = is_tried()
+        return step
 
     def _encode(self, arg: Any, dtypes: Mapping[torch.dtype, Expr]) -> Any:
         followed = dtypes.get(arg) if isinstance(arg, torch.dtype) else None

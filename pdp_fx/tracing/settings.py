@@ -42,6 +42,7 @@ class Setting(enum.Enum):
     CAST_TO_HALF = "where autocast gives float16"
     FROZEN = "where parameters are trained that were not, or no longer are"
     OF_INPUTS = "where inputs need gradients that did not, or no longer do"
+    FROM_LAYERS = "where inputs come from layers that are trained"
 
     @property
     def blame(self) -> str:
@@ -53,6 +54,10 @@ class Setting(enum.Enum):
 
 CASTING = Setting.CAST, Setting.CAST_TO_HALF
 """Settings in which results have other dtypes than elsewhere."""
+
+
+OF_TENSORS = Setting.FROZEN, Setting.OF_INPUTS, Setting.FROM_LAYERS
+"""Settings of tensors, in which a model may stop gradients on their way and give the same."""
 
 
 class Question(NamedTuple):
@@ -80,6 +85,8 @@ class Question(NamedTuple):
             return _turned([everything[self.parameter]] if self.parameter else everything.values())
         if self.setting is Setting.OF_INPUTS:
             return _turned(given)
+        if self.setting is Setting.FROM_LAYERS:
+            return _made_of_others(given)
         if self.setting in _AUTOCAST:
             device = next((tensor.device.type for tensor in given), "cpu")
             return _cast_to(_AUTOCAST[self.setting], device)
@@ -116,6 +123,19 @@ def _turned(leaves: Iterable[torch.Tensor]) -> Generator[None, None, None]:
     finally:
         for leaf in turned:
             leaf.requires_grad_(not leaf.requires_grad)
+
+
+@contextmanager
+def _made_of_others(leaves: Iterable[torch.Tensor]) -> Generator[None, None, None]:
+    """Have those leaves be results in the block, of what needs gradients."""
+    made = [leaf for leaf in leaves if _can_train(leaf)]
+    for leaf in made:
+        leaf.requires_grad_(False).mul_(torch.ones((), device=leaf.device, requires_grad=True))
+    try:
+        yield
+    finally:
+        for leaf in made:
+            leaf.detach_()
 
 
 class SettingError(InexactError):
@@ -180,17 +200,27 @@ def _refused(recorder: Recorder) -> Callable[..., None]:
     return chosen
 
 
-def note_asked_tensor(recorder: Recorder, tensor: torch.Tensor) -> None:
-    """Note that the model's own code asks whether a tensor needs gradients."""
+def note_asked_tensor(recorder: Recorder, tensor: torch.Tensor, question: str) -> None:
+    """Note that the model's own code asks whether a tensor needs gradients, or was made in inference mode.
+
+    Args:
+        recorder: the recording.
+        tensor: the tensor.
+        question: the name of what it asks, one of `functions.OF_GRADIENTS`.
+    """
     if not is_users_question():
         return
     value, asks, source = recorder.origins.known(tensor), recorder.findings.asks, source_line()
-    if isinstance(value, Attribute) and isinstance(tensor, nn.Parameter):
+    if question == "is_inference":
+        settings, what = [Setting.INFERENCE], ""
+    elif isinstance(value, Attribute) and isinstance(tensor, nn.Parameter):
         settings, what = [Setting.FROZEN], value.path
         if sum(bool(question.parameter) for question in asks) < MOST_ALONE:
             asks[Question(Setting.FROZEN, value.path)] = source
     elif is_input(value):
         settings, what = [Setting.OF_INPUTS], "an input"
+        if question != "requires_grad":
+            settings.append(Setting.FROM_LAYERS)
     else:
         settings, what = [Setting.NO_GRADIENTS, Setting.FROZEN, Setting.OF_INPUTS], "a result"
     asks |= {Question(setting): source for setting in settings}
@@ -198,6 +228,8 @@ def note_asked_tensor(recorder: Recorder, tensor: torch.Tensor) -> None:
     if held and (recorder.model.training or Setting.NO_GRADIENTS not in settings):
         needs = Expr(getattr, (value, "requires_grad"))
         hold(recorder, needs, tensor.requires_grad, f"whether {what} needs gradients")
+        if Setting.FROM_LAYERS in settings:
+            hold(recorder, Expr(getattr, (value, "is_leaf")), tensor.is_leaf, f"whether {what} is a leaf")
 
 
 MOST_ALONE = 8

@@ -107,6 +107,7 @@ class Step:
         skipped: the number, from 1, of the choice by random numbers that may skip it; negative if it runs
             only where others are skipped; else 0.
         repairs: whether it computes what goes on where numbers are not finite.
+        tried: whether the model goes on if it fails, so that it is done for that alone, too.
         selects: the number, from 1, of the selection that it makes, if the model asks whether that is empty;
             negative if that is of what is False in it; else 0.
         idle: the number of the selection without which it does nothing, since the model leaves it out then;
@@ -137,6 +138,7 @@ class Step:
     recomputed: int = 0
     skipped: int = 0
     repairs: bool = False
+    tried: bool = False
     selects: int = 0
     idle: int = 0
     returned: bool = False

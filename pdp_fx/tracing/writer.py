@@ -96,7 +96,7 @@ class Writer:
             node.meta[REPAIRS] = True
         if step.decides is not None:
             node.meta[DECIDES] = step.decides.value
-        if step.observed or step.random or step.updates:
+        if step.observed or step.random or step.updates or step.tried:
             self.protected.add(node)
         return node
 

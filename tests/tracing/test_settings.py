@@ -234,3 +234,69 @@ def test_a_graph_insists_on_the_dtype_of_autocast_that_the_model_computes_in() -
         pytest.raises(AssertionError, match=r"test_settings.py:\d+ asks for the dtype of autocast"),
     ):
         gm(x)
+
+
+class StopsGradients(GoesBy):
+    """Gives the same whatever the answer is, but lets other gradients pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h if self.asks(self, x, h) else h.detach())
+
+
+class StartsFromInput(GoesBy):
+    """As models of energies or scores do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.asks(self, x, x):
+            x = x.detach().requires_grad_()
+        return self.last(self.first(x))
+
+
+def asks_the_input(model: GoesBy, x: Tensor, h: Tensor) -> bool:
+    return x.requires_grad
+
+
+@pytest.mark.parametrize("kind", [StopsGradients, StartsFromInput])
+def test_a_graph_insists_on_what_needs_gradients_where_only_these_go_by_it(kind: type[GoesBy]) -> None:
+    model, x = kind(asks_the_input, 0.0), torch.randn(2, 4)
+    gm = exact(model, x)
+    x.requires_grad_()
+    with pytest.raises(AssertionError, match=r"test_settings.py:\d+ asks whether an input needs gradients"):
+        gm.train()(x)
+
+
+ORIGINS: dict[str, Callable[[GoesBy, Tensor, Tensor], bool]] = {
+    "is_leaf": lambda model, x, h: not x.is_leaf,
+    "grad_fn": lambda model, x, h: x.grad_fn is not None,
+}
+
+
+@pytest.mark.parametrize("way", ORIGINS)
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_a_graph_insists_on_inputs_that_are_no_results_where_the_model_goes_by_it(
+    way: str, factor: float
+) -> None:
+    model, x = GoesBy(ORIGINS[way], factor), torch.randn(2, 4)
+    gm = exact(model, x)
+    made = x.clone().requires_grad_() * 1
+    if factor == 2:
+        assert torch.equal(gm(made), model(made))
+        return
+    with pytest.raises(AssertionError, match="asks whether an input"):
+        gm(made)
+    with pytest.raises(AssertionError, match="asks whether an input"):
+        gm(made.detach().requires_grad_())
+
+
+def test_a_model_that_asks_whether_a_result_is_of_inference_mode_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"in inference mode it .*test_settings.py:\d+ asks"):
+        trace(GoesBy(lambda model, x, h: h.is_inference(), 3.0), torch.randn(2, 4))
+    exact(GoesBy(lambda model, x, h: h.is_inference(), 2.0), torch.randn(2, 4))
+
+
+def test_what_looks_at_a_gradient_stays_whole() -> None:
+    inner = GoesBy(lambda model, x, h: model.first.weight.grad is not None, 3.0)
+    gm = exact(Around(inner), torch.randn(2, 4))
+    assert list(opaque(gm)) == ["inner"]
+    assert opaque(gm)["inner"].startswith("looks at the gradient of a tensor")

@@ -1565,3 +1565,33 @@ def test_another_batch_says_nothing_of_all_others(act: Any, batch: int) -> None:
         torch.testing.assert_close(got, model(x))
     x = torch.randn(batch, 4)
     torch.testing.assert_close(gm(x), model(x))
+
+
+def tries_a_view(x: Tensor) -> Tensor:
+    try:
+        x.view(x.shape[0], -1, 4)
+    except RuntimeError:
+        return x * 2
+    return x
+
+
+def tries_in_a_call(x: Tensor) -> Tensor:
+    def second_row() -> None:
+        x[1]
+
+    factor = 1.0
+    try:
+        second_row()
+    except IndexError:
+        factor = 2.0
+    return x * factor
+
+
+@pytest.mark.parametrize(("act", "shape"), [(tries_a_view, (2, 6)), (tries_in_a_call, (1, 8))])
+def test_what_is_only_tried_fails_in_the_graph_too(act: Any, shape: tuple[int, ...]) -> None:
+    model = Computes(act)
+    gm = exact(model, torch.randn(2, 8), torch.randn(3, 12))
+    x = torch.randn(shape)
+    assert torch.equal(model(x), x * 2)
+    with pytest.raises((RuntimeError, IndexError), match=r"is invalid for input of size 12|out of bounds"):
+        gm(x)
