@@ -24,6 +24,7 @@ from pdp_fx.ops.kinds import attribute, kind_of, named_modules, owned_names
 from pdp_fx.passes.choose_targets import Plan
 from pdp_fx.passes.find_sites import Sites
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.tracing.functions import only_marks
 from pdp_fx.tracing.modes import called_module
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.relinking import relink
@@ -155,15 +156,15 @@ def _merge_reads(
 ) -> dict[str, fx.Node]:
     """Let all uses of a wanted parameter share one read, and return these reads by the parameters' names.
 
-    Nodes that write to parameters keep reads of their own: they need the raw parameter. So do those that
-    only read its layout if it is written to, as they may come before it is.
+    Nodes that write to parameters, or freeze them, keep reads of their own: they need the raw
+    parameter. So do those that only read its layout if it is written to, as they may come before it is.
     """
     with trial(gm):
         written = writes(gm, names)
         writing = read_to_write(gm.graph, written, idle_in_eval(gm.graph), element_by_element)
 
     def uses(user: fx.Node) -> bool:
-        return user not in writing and not (writing and reads_layout(user))
+        return user not in writing and not only_marks(user) and not (writing and reads_layout(user))
 
     found: dict[str, fx.Node] = {}
     _show_writes(gm, wanted, names)

@@ -53,13 +53,19 @@ def winner(overrides: Iterable[Override], name: str, module_type: type[nn.Module
 
 
 def check_all_match(keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> None:
-    """Raise a `SpecError` if a key matches none of `modules`, given by name; it names close matches."""
-    unmatched = [
-        key for key in keys if not any(_matches(key, name, type(module)) for name, module in modules.items())
-    ]
-    if not unmatched:
+    """Raise a `SpecError` if a key matches none of `modules`, given by name; it names close matches.
+
+    A regex or a type that only matches modules which hold layers, and no parameters themselves, matches none.
+    """
+    lines: list[str] = []
+    for key in keys:
+        matching = [name for name, module in modules.items() if _matches(key, name, type(module))]
+        if not matching:
+            lines.append(f"  {key_text(key)!r}{_hint(key, modules)}")
+        elif not _is_name(key) and all(_is_container(modules[name]) for name in matching):
+            lines.append(f"  {key_text(key)!r}{_hint_inside(key, matching[0])}")
+    if not lines:
         return
-    lines = [f"  {key_text(key)!r}{_hint(key, modules)}" for key in unmatched]
     raise SpecError(
         "overrides: no module of the model matches\n"
         + "\n".join(lines)
@@ -174,6 +180,22 @@ def _matches(key: Key, name: str, module_type: type[nn.Module]) -> bool:
     if key.startswith(_REGEX):
         return re.fullmatch(key.removeprefix(_REGEX), name) is not None
     return name == key or name.startswith(key + ".")
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether a module has layers inside, and no parameters of its own."""
+    return not module._parameters and any(True for _ in module.parameters())
+
+
+def _hint_inside(key: Key, container: str) -> str:
+    """What the writer of a key may have meant that only matches modules such as this one."""
+    if not container:
+        return "; that is the whole model: give the rule as the default"
+    what = f"; {container!r} holds layers and no weights of its own"
+    if isinstance(key, str):
+        inside = f"{_REGEX}(?:{key.removeprefix(_REGEX)})\\..*"
+        return f"{what}: write {inside!r} for what is inside"
+    return f"{what}: write {container!r}, a name, for what is inside"
 
 
 def _hint(key: Key, modules: Mapping[str, nn.Module]) -> str:

@@ -104,11 +104,24 @@ def test_a_key_that_matches_some_module_passes_the_check(key: Any) -> None:
         ("re:layr1", "'re:layr1'; did you mean 'layer1'"),
         (nn.Conv1d, r"'type:torch\.nn\.Conv1d'; did you mean 'type:torch\.nn\.Conv2d'"),
         ("backbone.stages", r"'backbone\.stages'\n"),
+        ("re:layer.", r"'layer1' holds layers and no weights of its own: write 're:\(\?:layer\.\)"),
+        ("re:", "that is the whole model: give the rule as the default"),
     ],
 )
 def test_a_key_that_matches_nothing_is_refused_with_what_comes_close(key: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         PruneSpec(DEFAULT, {key: None}).check_matches(net())
+
+
+def test_a_type_of_modules_that_only_hold_layers_is_refused() -> None:
+    """None would skip nothing in them."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    spec = PruneSpec(DEFAULT, {nn.Sequential: None})
+    with pytest.raises(SpecError, match="that is the whole model"):
+        spec.check_matches(dict(model.named_modules()))
+    with pytest.raises(SpecError, match="'0' holds layers and no weights of its own: write '0', a name"):
+        spec.check_matches(dict(model[:1].named_children()))
+    PruneSpec(DEFAULT, {r"re:(?:0)\..*": None}).check_matches(dict(model.named_modules()))
 
 
 def test_all_keys_that_match_nothing_are_named_at_once_and_no_others() -> None:

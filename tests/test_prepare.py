@@ -816,3 +816,37 @@ def test_nothing_is_rounded_otherwise_without_gradients_before_the_ramp(rule: Ru
     for context in (torch.enable_grad, torch.no_grad):
         with context():
             assert torch.equal(prepared(x), model(x))
+
+
+class Freezes(nn.Module):
+    """Freezes a layer ahead of its use, or behind it in training mode."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.first, self.still, self.last = nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            for parameter in self.still.parameters():
+                parameter.requires_grad = False
+        x = functional.relu(self.still(functional.relu(self.first(x))))
+        if self.late and self.training:
+            self.still.requires_grad_(False)
+        return self.last(x)
+
+
+@every_rule
+@pytest.mark.parametrize("late", [False, True])
+def test_a_model_that_freezes_a_layer_as_it_runs_freezes_it_with_masks(rule: Rule, late: bool) -> None:
+    wanted, x = Freezes(late), torch.randn(4, 8)
+    prepared = pdp_fx.prepare(copy.deepcopy(wanted), at_once(rule), x)
+    for _ in range(3):
+        for model in (wanted, prepared):
+            model.zero_grad()
+            model.train()(x).sum().backward()
+        for name, parameter in wanted.named_parameters():
+            own = prepared.get_parameter(name)
+            assert (own.requires_grad, own.grad is None) == (parameter.requires_grad, parameter.grad is None)
+        pdp_fx.step(prepared)
+    torch.testing.assert_close(pdp_fx.convert(prepared)(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)

@@ -45,6 +45,8 @@ def group_view(weight: Tensor, m: int) -> Tensor:
 def nm_pruned(weight: Tensor, keep: int, m: int, pruned_now: int | Tensor) -> Tensor:
     """Mark exactly `pruned_now` weights of each group: the smallest, ties broken by index, the lowest first.
 
+    NaN counts as the largest, so that it stays and shows.
+
     Args:
         weight: (O, I, *kernel) with I a multiple of M.
         keep: N, how many weights of a group stay whatever `pruned_now` says.
@@ -55,6 +57,7 @@ def nm_pruned(weight: Tensor, keep: int, m: int, pruned_now: int | Tensor) -> Te
         A bool tensor of the shape of `weight`, True at the pruned weights.
     """
     planes = group_view(weight.detach(), m).abs().movedim(2, 0).contiguous()
+    planes = planes.nan_to_num_(nan=math.inf, posinf=math.inf)
     ranks = torch.zeros_like(planes, dtype=torch.int16)
     for i in range(m):
         ranks[:i] += planes[i] < planes[:i]

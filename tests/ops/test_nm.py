@@ -178,3 +178,10 @@ def test_a_gpu_finds_the_same_thresholds_without_waiting(kappa: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(t.cpu(), nm_threshold(weight, 4, torch.tensor(kappa)), rtol=1e-6, atol=0)
     assert marked.cpu().equal(nm_pruned(weight, 2, 4, kappa // MILLIONTHS))
+
+
+def test_nan_counts_as_the_largest_weight() -> None:
+    """A model that has diverged shows it, in eval mode as well."""
+    weight = torch.tensor([[math.nan, 1.0, -3.0, math.inf, 2.0, math.nan, math.nan, math.nan]])
+    pruned = nm_pruned(weight, 2, 4, 2)
+    assert pruned.tolist() == [[False, True, True, False, True, True, False, False]]
