@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import cast
 
@@ -54,6 +55,14 @@ class ChannelPolicy(MaskPolicy):
             set_table(self, f"part_{index}", part)
         for index, producer in enumerate(self.producers):
             set_table(self, f"places_{index}", producer.places or ())
+
+    def advance(self, share: float) -> None:
+        """As for every policy; on the way, too, each layer keeps a multiple of ``multiple`` channels."""
+        super().advance(share)
+        step = self.multiple // math.gcd(self.multiple, self.block)
+        if step > 1:
+            kept = (self.width - self.count + step - 1) // step * step
+            self.count.copy_((self.width - kept).clamp(min=0))
 
     def fewest(self, min_channels: int) -> int:
         """How many of the group's channels must stay so that each layer keeps ``min_channels``."""

@@ -253,7 +253,8 @@ def _without(weight: Tensor, name: str, gone: np.ndarray, channels: ChannelMap |
         return weight
     for axis in range(weight.ndim):
         classes = channels.slots.get(Slot(name, axis))
-        if classes is not None:
+        # A layer that was put into the place of one, such as another head, may have more rows.
+        if classes is not None and len(classes) == weight.shape[axis]:
             dropped = torch.from_numpy(np.flatnonzero(gone[classes])).to(weight.device)
             weight = weight.index_fill(axis, dropped, 0)
     return weight

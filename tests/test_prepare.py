@@ -850,3 +850,14 @@ def test_a_model_that_freezes_a_layer_as_it_runs_freezes_it_with_masks(rule: Rul
             assert (own.requires_grad, own.grad is None) == (parameter.requires_grad, parameter.grad is None)
         pdp_fx.step(prepared)
     torch.testing.assert_close(pdp_fx.convert(prepared)(x), prepared.eval()(x), rtol=1e-5, atol=1e-6)
+
+
+@every_rule
+def test_a_shallow_copy_is_a_prepared_model_around_the_same_weights(rule: Rule) -> None:
+    x = torch.randn(4, 8)
+    prepared = pdp_fx.prepare(Freezes(late=True), at_once(rule), x)
+    other = copy.copy(prepared)
+    pdp_fx.step(other)
+    assert other.state_dict().keys() == prepared.state_dict().keys()
+    assert other.get_parameter("last.weight") is prepared.get_parameter("last.weight")
+    torch.testing.assert_close(pdp_fx.convert(other)(x), other.eval()(x), rtol=1e-5, atol=1e-6)

@@ -386,3 +386,14 @@ def test_zeros_in_the_unused_part_of_a_weight_save_nothing() -> None:
     pdp_fx.step(masked)
     row = rows(pdp_fx.report(masked))["b"]
     assert (row.left, row.macs_left) == (12 * 16, 12 * 16)
+
+
+@pytest.mark.parametrize("classes", [3, 7])
+def test_a_new_head_behind_pruned_channels_is_counted_as_convert_leaves_it(classes: int) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5)), torch.randn(2, 8)
+    masked = pdp_fx.prepare(model, at_once(Channels(ratio=0.5)), x)
+    masked.set_submodule("2", nn.Linear(16, classes))
+    pdp_fx.step(masked)
+    row = rows(pdp_fx.report(masked))["2"]
+    assert (row.weights, row.left) == (16 * classes, 8 * classes)
+    assert pdp_fx.convert(masked).get_parameter("2.weight").shape == (classes, 8)

@@ -17,6 +17,7 @@ from pdp_fx.tracing.examples import TRIALS, ExampleCall
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, is_blind, turn
 from pdp_fx.tracing.functions import is_custom
+from pdp_fx.tracing.half import WidenedHalf
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome, near
@@ -174,13 +175,18 @@ def _check_casts(
         mine.to(dtype)
         theirs.to(dtype)
         for training, mode in MODES.items():
-            problem = difference(mine, theirs, example.cast(dtype), training)
+            problem = difference(mine, theirs, example.cast(dtype), training, runner=_widened)
             if problem:
                 raise LostDtypeError(
                     type(model).__name__,
                     f"once it is cast to {dtype}, it {problem} in {mode} mode; a dtype that {lines[0]} reads "
                     "gets past the graph",
                 )
+
+
+def _widened(model: Any, call: ExampleCall) -> Any:
+    with WidenedHalf():
+        return called(model, call)
 
 
 CASTS = torch.float64, torch.bfloat16

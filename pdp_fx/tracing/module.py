@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.fx.graph import PythonCode
 
 from pdp_fx.tracing.blocks import gather_blocks, in_blocks
+from pdp_fx.tracing.copying import copied
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
@@ -57,6 +58,10 @@ class TracedModule(fx.GraphModule):
                 return super().get_submodule(target)
             found = part
         return found
+
+    def __copy__(self) -> "TracedModule":
+        """A graph module of its own, as by deepcopy, around the same parameters and buffers."""
+        return copied(self, shares=True)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as the model's own `train` does."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,7 +105,7 @@ _AUTOCAST = {
 @contextmanager
 def _cast_to(dtype: torch.dtype, device: str) -> Generator[None, None, None]:
     """Autocast to this dtype on a device."""
-    with torch.autocast(device, dtype), WidenedHalf() if dtype is torch.float16 else nullcontext():
+    with torch.autocast(device, dtype), WidenedHalf():
         yield
 
 
