@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pdp_fx.channels.aliases import OVERWRITTEN, Aliases, Write, follow, written_by
+from pdp_fx.channels.grouping import concatenated
 from pdp_fx.channels.in_place import out_of_place
 from pdp_fx.channels.labels import Layer, Reason, Slot, is_between_others, origins, shaped
 from pdp_fx.channels.record import (
@@ -468,7 +469,7 @@ class LabelFlow(TorchDispatchMode):
 
     def _part(self, name: str, weight: Tensor) -> tuple[np.ndarray, ...]:
         """The indices along each axis of a parameter whose labels a weight has; all where it has none."""
-        ids = np.concatenate([layer.ids.reshape(-1).numpy() for layer in self.layers(weight)])
+        ids = concatenated(layer.ids.reshape(-1).numpy() for layer in self.layers(weight))
         part: list[np.ndarray] = []
         for axis, size in enumerate(self.stored.shapes[name]):
             own = self.record.slots.get(Slot(name, axis))

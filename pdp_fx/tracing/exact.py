@@ -256,7 +256,7 @@ def _gradients(results: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor]) 
     weights = [torch.linspace(0.5, 1.5, end.numel()).to(end).view(end.shape) for end in ends]
     found = torch.autograd.grad(ends, trained, weights, allow_unused=True)
     return [
-        torch.zeros_like(leaf) if gradient is None else gradient
+        torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
         for leaf, gradient in zip(trained, found, strict=True)
     ]
 

@@ -264,6 +264,7 @@ class _Joined:
         """The model on the layers and tensors of ``tree``, or on those that are used, by their ids."""
         made: dict[int, tuple[nn.Module, nn.Module]] = {}
         swaps: dict[nn.Module, nn.Module] = {}
+        hollows: list[nn.Module] = []
 
         def joined(module: nn.Module, own: nn.Module) -> nn.Module:
             if id(module) in made:
@@ -296,12 +297,14 @@ class _Joined:
             return other
 
         def hollow(module: nn.Module) -> nn.Module:
-            # A method may ask whether there is a part, or for a number that it holds.
+            # A method may ask whether there is a part, or for a number that it holds. No tensor is in it.
             if module not in swaps:
                 other = swaps[module] = twin(module)
-                vars(other).update({name: type(vars(module)[name])() for name in _TENSORS})
+                for table in ("_parameters", "_buffers"):
+                    vars(other)[table] = dict.fromkeys(vars(module)[table])
                 inside = module._modules.items()
                 vars(other)["_modules"] = {name: child and hollow(child) for name, child in inside}
+                hollows.append(other)
             return swaps[module]
 
         def needed(layer: nn.Module) -> bool:
@@ -309,7 +312,7 @@ class _Joined:
             return not inside or not inside.isdisjoint(used or ())
 
         root = joined(model, tree)
-        relink((other for other, _ in made.values()), swaps)
+        relink((*(other for other, _ in made.values()), *hollows), swaps)
         return cls(root, tuple(pair for pair in made.values() if pair[0] is not root))
 
     def in_mode(self, training: bool) -> nn.Module:

@@ -44,7 +44,7 @@ def called(recorder: Recorder, function: Call, args: Args, kwargs: Kwargs) -> An
     recorder.findings.sizes.read |= name in functions.SIZES
     if name in functions.OF_GRADIENTS and not functions.is_setter(function):
         note_asked_tensor(recorder, args[0], name)
-    elif name == "grad" and not functions.is_setter(function) and is_users_question():
+    elif name == "grad" and function.__name__ == "__get__" and is_users_question():
         raise UnrecordableError("looks at the gradient of a tensor")
     if functions.is_setter(function):
         if name == "requires_grad":
@@ -92,7 +92,7 @@ def _rank(recorder: Recorder, tensor: torch.Tensor) -> int:
 def hold_ranks(recorder: Recorder) -> None:
     """Have the graph check that the inputs have as many axes as they had, by which the model may go."""
     if not recorder.inside and not recorder.asks_rank:
-        recorder.asks_rank = source_line()
+        recorder.asks_rank = source_line() or "the model"
 
 
 def counted(recorder: Recorder, number: Any) -> None:
