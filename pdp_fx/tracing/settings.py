@@ -180,9 +180,25 @@ def noting_settings(recorder: Recorder) -> Generator[None, None, None]:
     """Note what the model asks about settings, by functions that it looks up in torch or has imported."""
     asking = [(getattr(torch, name), setting) for name, setting in _ASKING.items()]
     noting = [(function, _asked(recorder, function, setting)) for function, setting in asking]
+    noting += [
+        (seed, _seeded(recorder, seed)) for seed in map(torch.__dict__.get, _SEEDING) if callable(seed)
+    ]
     values = wherever_named(noting, map(type, recorder.model.modules()), torch.__dict__)
     with entries([*values, (attention.__dict__, _CHOOSES_KERNEL, _refused(recorder))]):
         yield
+
+
+_SEEDING = ("manual_seed", "seed", "set_rng_state")
+"""Functions of torch that set where its random numbers begin."""
+
+
+def _seeded(recorder: Recorder, seed: Callable[..., Any]) -> Callable[..., Any]:
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.inside and is_users_question():
+            recorder.refuse(f"seeds the random numbers of torch ({seed.__name__})")
+        return seed(*args, **kwargs)
+
+    return seeded
 
 
 _CHOOSES_KERNEL = "_sdpa_kernel"

@@ -1,6 +1,7 @@
 """Random numbers from generators of the model's own."""
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -169,3 +170,25 @@ def test_generators_of_devices_that_are_not_in_use_are_not_seeded(monkeypatch: p
     prepared = pdp_fx.prepare(model, at_once(Channels(0.5)), torch.randn(2, 4))
     pdp_fx.step(prepared)
     pdp_fx.convert(prepared)
+
+
+class Seeds(nn.Module):
+    """Draws the same noise in each call, in one of two ways."""
+
+    def __init__(self, forks: bool) -> None:
+        super().__init__()
+        self.forks = forks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng() if self.forks else nullcontext():
+            torch.manual_seed(0)
+            return x + torch.rand(4)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_what_seeds_the_random_numbers_stays_whole(forks: bool) -> None:
+    gm = exact(Around(Seeds(forks)), torch.randn(3, 4))
+    assert list(opaque(gm)) == ["inner"]
+    assert opaque(gm)["inner"].startswith(
+        "seeds the random numbers of torch (manual_seed) (test_generators.py:"
+    )
