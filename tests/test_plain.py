@@ -8,7 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -322,7 +322,7 @@ class ReadsWhatIsNotThere(LooksAtPart):
         if hasattr(self.part, "hidden"):
             y = y / self.part.hidden
         elif hasattr(self.part, "hidden_channels"):
-            y = y / self.part.hidden_channels
+            y = y / cast(float, self.part.hidden_channels)
         return x * y if x.sum() > 0 else x - y
 
 

@@ -254,7 +254,8 @@ def _gradients(results: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor]) 
     if not trained or not ends:
         return [torch.zeros_like(leaf) for leaf in trained]
     weights = [torch.linspace(0.5, 1.5, end.numel()).to(end).view(end.shape) for end in ends]
-    found = torch.autograd.grad(ends, trained, weights, allow_unused=True)
+    # Of leaves that the results do not depend on there is None.
+    found = cast(Sequence[Any], torch.autograd.grad(ends, trained, weights, allow_unused=True))
     return [
         torch.zeros_like(leaf) if gradient is None else gradient.to_dense()
         for leaf, gradient in zip(trained, found, strict=True)

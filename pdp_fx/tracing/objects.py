@@ -287,14 +287,14 @@ class _Joined:
                         key: each for key, each in vars(own)[name].items() if id(each) in used
                     }
             vars(other)["_modules"] = {
-                name: child
-                if child is None
-                else joined(module._modules[name], child)
-                if used is None or needed(child)
-                else hollow(module._modules[name])
+                name: child if child is None else part(module._modules[name], child)
                 for name, child in inside.items()
             }
             return other
+
+        def part(module: nn.Module | None, own: nn.Module) -> nn.Module:
+            module = own if module is None else module
+            return joined(module, own) if used is None or needed(own) else hollow(module)
 
         def hollow(module: nn.Module) -> nn.Module:
             # A method may ask whether there is a part, or for a number that it holds. No tensor is in it.
@@ -302,8 +302,9 @@ class _Joined:
                 other = swaps[module] = twin(module)
                 for table in ("_parameters", "_buffers"):
                     vars(other)[table] = dict.fromkeys(vars(module)[table])
-                inside = module._modules.items()
-                vars(other)["_modules"] = {name: child and hollow(child) for name, child in inside}
+                vars(other)["_modules"] = {
+                    name: child if child is None else hollow(child) for name, child in module._modules.items()
+                }
                 hollows.append(other)
             return swaps[module]
 
