@@ -192,3 +192,5 @@ def test_what_seeds_the_random_numbers_stays_whole(forks: bool) -> None:
     assert opaque(gm)["inner"].startswith(
         "seeds the random numbers of torch (manual_seed) (test_generators.py:"
     )
+    with pytest.raises(TraceError, match=r"it seeds the random numbers of torch \(manual_seed\)"):
+        trace(Seeds(forks), torch.randn(3, 4))

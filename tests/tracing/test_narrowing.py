@@ -38,7 +38,7 @@ def sets_rate(odd: Odd, x: Tensor) -> Tensor:
 
 def forks_generator(odd: Odd, x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         return x + torch.randn(4)
 
 
