@@ -59,10 +59,14 @@ class ChannelPolicy(MaskPolicy):
     def advance(self, share: float) -> None:
         """As for every policy; on the way, too, each layer keeps a multiple of ``multiple`` channels."""
         super().advance(share)
-        step = self.multiple // math.gcd(self.multiple, self.block)
+        step = self.step_of(self.multiple)
         if step > 1:
             kept = (self.width - self.count + step - 1) // step * step
             self.count.copy_((self.width - kept).clamp(min=0))
+
+    def step_of(self, multiple: int) -> int:
+        """The number of the group's channels with whose multiples layers keep one of ``multiple``."""
+        return multiple // math.gcd(multiple, self.block)
 
     def fewest(self, min_channels: int) -> int:
         """How many of the group's channels must stay so that each layer keeps ``min_channels``."""

@@ -9,7 +9,7 @@ from typing import Self
 from torch import fx, nn
 
 from pdp_fx.errors import StateError
-from pdp_fx.ops.kinds import kind_of, named_modules
+from pdp_fx.ops.kinds import kind_of, named_modules, owned_names
 from pdp_fx.planning import parameter_of
 from pdp_fx.sharding import is_made_of_others
 from pdp_fx.tracing.leaves import has_own_forward
@@ -97,9 +97,8 @@ def _is_still(layer: nn.Module, kind: type[nn.Module]) -> bool:
 
 def _owners(gm: fx.GraphModule) -> dict[str, str]:
     """For every name of a parameter the first of its names."""
-    first: dict[int, str] = {}
-    named = gm.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    first = owned_names(gm)
+    return {name: first[id(parameter)] for name, parameter in gm.named_parameters(remove_duplicate=False)}
 
 
 def _parameter(gm: fx.GraphModule, name: str) -> nn.Parameter | None:

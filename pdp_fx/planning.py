@@ -143,8 +143,7 @@ class Planner:
 
 def _rounded(counts: list[int], masks: list[ChannelPolicy], rule: Channels, most: list[int]) -> list[int]:
     """The nearest counts that leave every layer a multiple of ``round_to`` channels; a head is several."""
-    multiples = [(math.lcm(rule.round_to, mask.multiple), mask.block) for mask in masks]
-    steps = [multiple // math.gcd(multiple, block) for multiple, block in multiples]
+    steps = [mask.step_of(math.lcm(rule.round_to, mask.multiple)) for mask in masks]
     return [
         rounded(count, mask.width, step, limit)
         for count, mask, step, limit in zip(counts, masks, steps, most, strict=True)

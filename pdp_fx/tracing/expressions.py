@@ -8,7 +8,6 @@ import ast
 import inspect
 import linecache
 import os
-import sys
 import time
 import warnings
 from collections.abc import Container, Hashable, Iterator
@@ -17,7 +16,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import islice
 from types import CodeType, FrameType
 
-from pdp_fx.tracing.source import is_ours, is_users, runs_models
+from pdp_fx.tracing.source import is_users, under_way
 
 Span = tuple[int | None, int | None, int | None, int | None]
 
@@ -427,17 +426,8 @@ def only_assigns(frame: FrameType) -> bool:
 
 def is_tried() -> bool:
     """Whether what runs now is in a `try` of the model's code, be it in a call further out."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code, line = frame.f_code, frame.f_lineno
-        # To look a code object up takes longer than to ask it for the name of its file.
-        if is_ours(code.co_filename):
-            if runs_models(frame):
-                return False
-        elif is_users(code.co_filename) and any(line in lines for lines in _tried(code)):
-            return True
-        frame = frame.f_back
-    return False
+    frames = (frame for frame in under_way() if is_users(frame.f_code.co_filename))
+    return any(frame.f_lineno in lines for frame in frames for lines in _tried(frame.f_code))
 
 
 @lru_cache(maxsize=4096)

@@ -180,9 +180,7 @@ def noting_settings(recorder: Recorder) -> Generator[None, None, None]:
     """Note what the model asks about settings, by functions that it looks up in torch or has imported."""
     asking = [(getattr(torch, name), setting) for name, setting in _ASKING.items()]
     noting = [(function, _asked(recorder, function, setting)) for function, setting in asking]
-    noting += [
-        (seed, _seeded(recorder, seed)) for seed in map(torch.__dict__.get, _SEEDING) if callable(seed)
-    ]
+    noting += [(seed, _seeded(recorder, seed)) for seed in (getattr(torch, name) for name in _SEEDING)]
     values = wherever_named(noting, map(type, recorder.model.modules()), torch.__dict__)
     with entries([*values, (attention.__dict__, _CHOOSES_KERNEL, _refused(recorder))]):
         yield

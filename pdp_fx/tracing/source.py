@@ -18,8 +18,11 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, _OURS, contextlib.__file__)
 
 
-_RUNNERS: set[CodeType] = set()
-"""The code objects of functions that run models; frames outside of these do not belong to a model."""
+_RUNNERS: dict[int, CodeType] = {}
+"""The code objects of functions that run models, by their ids, for to hash one takes long.
+
+Frames outside of these do not belong to a model.
+"""
 
 NO_LINE = "no user code"
 """What is said in the place of a line where there is none."""
@@ -29,13 +32,13 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def runs_model(function: Function) -> Function:
     """Mark a function that runs the model whose lines are looked for."""
-    _RUNNERS.add(function.__code__)
+    _RUNNERS[id(function.__code__)] = function.__code__
     return function
 
 
 def runs_models(frame: FrameType) -> bool:
     """Whether a function that was marked with `runs_model` runs in a frame."""
-    return frame.f_code in _RUNNERS
+    return id(frame.f_code) in _RUNNERS
 
 
 @cache
@@ -79,7 +82,7 @@ class Frames:
         if frame is None:
             return -1
         # The frames of calls that have ended are let go, with the tensors that they hold.
-        self._numbers = {each: self._numbers[each] for each in _under_way() if each in self._numbers}
+        self._numbers = {each: self._numbers[each] for each in under_way() if each in self._numbers}
         return self._numbers.setdefault(frame, next(self._next))
 
     def forget(self) -> None:
@@ -87,7 +90,7 @@ class Frames:
         self._numbers = {}
 
 
-def _under_way() -> Iterator[FrameType]:
+def under_way() -> Iterator[FrameType]:
     """The frames that run, from the innermost to the one that runs the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not runs_models(frame):
