@@ -96,12 +96,18 @@ def _beside(kind: tuple[str, str], rows: list[Result]) -> Result:
         "we remove less": len(removed),
         "compile s": _median(both, _compile_seconds),
         "its s": _median(both, lambda row: row.get("peer_s")),
+        "times as long": _median(both, _times_as_long),
         "we are faster": len(faster),
     }
 
 
 def _compile_seconds(row: Result) -> float | None:
     return row["prepare_s"] + row["convert_s"] if "convert_s" in row else None
+
+
+def _times_as_long(row: Result) -> float | None:
+    ours = _compile_seconds(row)
+    return None if ours is None else ours / row["peer_s"]
 
 
 def _count(rows: list[Result], column: str, word: str) -> int:

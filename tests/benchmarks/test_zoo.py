@@ -142,7 +142,7 @@ def test_the_summary_counts_by_zoo_and_leaves_skipped_models_out() -> None:
     cells = [cell.strip() for cell in ours.splitlines()[2].strip("|").split("|")]
     assert cells[:7] == ["timm", "channels", "2", "1", "1", "0", "0"]
     cells = [cell.strip() for cell in beside.splitlines()[2].strip("|").split("|")]
-    assert cells == ["timm", "2", "1", "1", "1", "0", "1", "0.60", "0.50", "0", "3.00", "4.00", "1"]
+    assert cells == ["timm", "2", "1", "1", "1", "0", "1", "0.60", "0.50", "0", "3.00", "4.00", "0.75", "1"]
 
 
 @pytest.mark.parametrize(
