@@ -1,8 +1,8 @@
 """Building the graph of two recordings, and checking that it gives exactly what the model gives."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.flags import ONE_MODE, MixedModesError, is_blind, turn
 from pdp_fx.tracing.functions import is_custom
 from pdp_fx.tracing.half import WidenedHalf
+from pdp_fx.tracing.inputs import with_needed
 from pdp_fx.tracing.module import TracedModule, always_eval, mirror
 from pdp_fx.tracing.objects import find_own_layers
 from pdp_fx.tracing.outcome import Outcome, near
@@ -70,9 +71,9 @@ def exact_graph(
             _check_empty_selections(gm, model, example, recordings)
             # What only more checks mend comes before what takes many runs.
             _check_casts(gm, model, example, recordings, findings)
-            _check_other_settings(gm, model, example, findings.asks)
+            _check_other_settings(gm, model, example, findings)
             _check_mixed_modes(gm, model, example, recordings)
-            _check_other_numbers(gm, model, example, recordings)
+            _check_other_numbers(gm, model, example, recordings, findings)
             _check_other_draws(gm, model, example, recordings)
             _check_other_given(gm, model, example, recordings)
             return gm
@@ -88,7 +89,7 @@ def _runs_flat(gm: fx.GraphModule, model: nn.Module, example: ExampleCall) -> bo
 
 
 def _check_other_numbers(
-    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, recordings: Recordings, findings: Findings
 ) -> None:
     """Check that no number which the model reads from its data has become a constant of the graph.
 
@@ -104,7 +105,7 @@ def _check_other_numbers(
         reading = {step.called for step in recording.steps if _may_read_numbers(step)}
         checked = any(step.decides and is_ragged(step.args[0]) for step in recording.steps)
         hides = bool(reading) or recordings.computes_unseen
-        for other in example.with_other_numbers(int(training)) if hides else ():
+        for other in _with_other_numbers(model, example, training, findings) if hides else ():
             # By a decision that depends on the numbers of the example it may not refuse others.
             problem = difference(gm, model, other, training, lambda _, checked=checked: not checked)
             if problem:
@@ -113,6 +114,14 @@ def _check_other_numbers(
                     f"with other numbers than the example's it {problem} in {MODES[training]} mode. "
                     f"{_suspected(sorted(reading))}",
                 )
+
+
+def _with_other_numbers(
+    model: nn.Module, example: ExampleCall, training: bool, findings: Findings
+) -> Iterator[ExampleCall]:
+    """Calls with other numbers; of what eval mode is not given the model may refuse others, as of boxes."""
+    call = example if training else with_needed(model, example, findings.left_out)
+    return call.with_other_numbers(int(training))
 
 
 def _check_other_draws(
@@ -194,19 +203,14 @@ CASTS = torch.float64, torch.bfloat16
 
 
 def _check_other_settings(
-    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, asks: Mapping[Question, str]
+    gm: fx.GraphModule, model: nn.Module, example: ExampleCall, findings: Findings
 ) -> None:
     """Check that the graph does what the model does in the settings that the model asks about.
 
     Raises:
         SettingError: they differ.
     """
-    for question, line in asks.items():
-        calls = [example]
-        if question.setting in CASTING:
-            # Numbers of the example may be round ones, which another dtype does not change.
-            calls += islice(example.with_other_numbers(), 1)
-
+    for question, line in findings.asks.items():
         returned: list[int] = []
         gradients: list[list[torch.Tensor]] = []
 
@@ -227,11 +231,17 @@ def _check_other_settings(
                     gradients.append(_gradients(list(tensors(result)), leaves))
                 return result, torch.tensor(needs)
 
-        for call, (training, mode) in product(calls, MODES.items()):
-            refuses = (lambda said: HELD in said) if call is example else (lambda _: True)
-            gradients.clear()
-            with anything_may_be_written():
-                problem = difference(gm, model, call, training, refuses, within)
+        for training, mode in MODES.items():
+            problem = None
+            # Numbers of the example may be round ones, which another dtype does not change.
+            others = _with_other_numbers(model, example, training, findings)
+            for call in (*islice(others, question.setting in CASTING), example):
+                refuses = (lambda said: HELD in said) if call is example else (lambda _: True)
+                gradients.clear()
+                with anything_may_be_written():
+                    problem = difference(gm, model, call, training, refuses, within)
+                if problem is not None:
+                    break
             if problem == "" and len(gradients) == 2 and not all(map(near, *gradients)):
                 problem = "gives other gradients than the model"
             if problem:

@@ -374,7 +374,7 @@ def _other_sizes(size: int) -> tuple[int, ...]:
 
 def _sizes_from(least: int, size: int) -> list[int]:
     """What a size is replaced by, the smallest first, from ``least`` on."""
-    return [other for other in (*_other_sizes(size), 2 * size) if other >= least]
+    return [other for other in dict.fromkeys((*_other_sizes(size), 2 * size)) if other >= least]
 
 
 class _TooLargeError(Exception):

@@ -1,6 +1,7 @@
 """The placeholders of a traced graph: how the arguments of a call become inputs, defaults and checks."""
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -234,6 +235,13 @@ def with_argument(model: nn.Module, call: ExampleCall, name: str, value: Any) ->
         return replace(call, kwargs={**call.kwargs, name: value})
     place = list(inspect.signature(model.forward).parameters).index(name)
     return replace(call, args=(*call.args[:place], value, *call.args[place + 1 :]))
+
+
+def with_needed(model: nn.Module, call: ExampleCall, left_out: Iterable[str]) -> ExampleCall:
+    """A call with None for each of the arguments without which the model does the same."""
+    for name in sorted(left_out):
+        call = with_argument(model, call, name, None)
+    return call
 
 
 def maybe_unused(

@@ -45,7 +45,9 @@ class OtherSizes:
         return frozenset(
             size
             for size in sorted(example.sizes())
-            if any(self._is_wrong_from(example, size, least) for least in ((1, size + 1) if larger else (1,)))
+            if self._is_wrong_from(example, size, 1)
+            # A size of 1 has only become larger.
+            or (larger and size > 1 and self._is_wrong_from(example, size, size + 1))
         )
 
     def is_wrong_beyond(self, example: ExampleCall) -> bool:
@@ -54,9 +56,14 @@ class OtherSizes:
         return beyond is not None and bool(self._first_verdict([beyond]))
 
     def _is_wrong_from(self, example: ExampleCall, size: int, least: int) -> bool:
-        """Whether the graph is wrong where a size is another one, which is not less than ``least``."""
+        """Whether the graph is wrong where a size is another one, which is not less than ``least``.
+
+        Along one axis alone the others tell apart what is mixed up, so once is enough if all go together.
+        """
         together = self._first_verdict(example.resized(size, least))
-        return together or self._is_wrong_along_one(example, size, least, together is None)
+        if together or (together is False and least > size):
+            return together
+        return self._is_wrong_along_one(example, size, least, together is None)
 
     def _is_wrong_along_one(self, example: ExampleCall, size: int, least: int, each: bool) -> bool:
         """Whether the graph is wrong where one of the axes of a size has another.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from pdp_fx.tracing.examples import ExampleCall, first_taken
@@ -63,6 +64,13 @@ def test_unlike_sizes_share_no_factor_with_each_other_or_with_numbers() -> None:
 def test_sizes_that_are_taken_are_left_out() -> None:
     for (images,) in shapes_apart(torch.rand(2, 4, 6, 8))[:-1]:
         assert len(set(images)) == 4, images
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
+def test_a_size_is_replaced_by_each_other_once(size: int) -> None:
+    made = [call.args[0].shape[1] for call in ExampleCall((torch.rand(4, size),), {}).resized(size)]
+    assert size not in made
+    assert len(set(made)) == len(made) > 0
 
 
 def test_several_short_axes_do_not_all_become_long() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from pdp_fx import Channels, PruneSpec, Schedule, convert, prepare, step
 from pdp_fx.trace import trace
-from pdp_fx.tracing.examples import ExampleCall
+from pdp_fx.tracing import exact
+from pdp_fx.tracing.examples import TRIALS, ExampleCall
 from pdp_fx.tracing.outcome import Outcome
-from pdp_fx.tracing.verify import tried
+from pdp_fx.tracing.verify import difference, tried
 from tests.tracing.checks import opaque
 
 
@@ -204,6 +205,29 @@ def test_a_detector_takes_pictures_of_other_sizes_and_in_eval_mode_no_boxes() ->
         assert agree(model, gm, True, images, boxes)
         assert agree(model, gm, False, images, boxes)
         assert agree(model, gm, False, images)
+
+
+def test_eval_mode_is_compared_on_other_pictures_whatever_boxes_it_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Decides(nn.Module):
+        def forward(self, found: Tensor) -> Tensor:
+            return found * 2 if found.sum().item() > 0 else found
+
+    problems: list[str | None] = []
+
+    def noting(gm: nn.Module, model: nn.Module, call: ExampleCall, training: bool, *more: Any) -> str | None:
+        problem = difference(gm, model, call, training, *more)
+        if not training:
+            problems.append(problem)
+        return problem
+
+    monkeypatch.setattr(exact, "difference", noting)
+    model = Detector()
+    model.add_module("head", nn.Sequential(model.head, Decides()))
+    gm = trace(model, pictures((9, 12), (12, 7)))
+    assert set(opaque(gm)) == {"scaling", "head.1"}
+    assert problems == [""] * TRIALS
 
 
 def test_a_converted_detector_does_so_too() -> None:
