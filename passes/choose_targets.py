@@ -19,7 +19,7 @@ from pdp_fx.errors import SpecError
 from pdp_fx.granularity import NM, Channels, Rule, Unstructured, rule_text
 from pdp_fx.ops.kinds import kind_of, owned_names
 from pdp_fx.overrides import key_text, winner
-from pdp_fx.passes.find_sites import Site, Sites
+from pdp_fx.passes.find_sites import Site, Sites, given_to_unknown
 from pdp_fx.tracing.objects import MethodOf
 
 _log = logging.getLogger(__name__)
@@ -147,6 +147,10 @@ def _out_of_reach(gm: fx.GraphModule, ctx: Context) -> dict[str, str]:
             how = f": it {node.meta['opaque']}" if node.meta.get("opaque") else ""
             kind = type(module).__name__
             found[target] = f"{kind} uses its weights inside itself, out of reach of a mask{how}"
+    for parameter, why in given_to_unknown(gm, ctx).items():
+        owner = parameter.rpartition(".")[0]
+        if ctx.spec.rule_for(owner, ctx.modules[owner]) is not None:
+            found.setdefault(owner or parameter, f"no mask can be put on its weight, {why}")
     return found
 
 

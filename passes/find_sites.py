@@ -15,7 +15,7 @@ from pdp_fx.channels.record import StandIn
 from pdp_fx.compiler import Context, Pass
 from pdp_fx.errors import SpecError
 from pdp_fx.example_inputs import fresh, trial
-from pdp_fx.ops.kinds import attribute, input_axis, kind_of, owned_names
+from pdp_fx.ops.kinds import PRUNABLE, attribute, input_axis, kind_of, owned_names
 from pdp_fx.raw_reads import READS_RAW, RawReads, named_in_code
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.leaves import has_hooks
@@ -83,12 +83,34 @@ class FindSites(Pass):
         sites = ctx.get(Sites)
         if not sites.weights:
             matrices = [name for name, tensor in gm.named_parameters() if tensor.ndim > 1]
-            missed = [name for name in matrices if name in sites.out_of_reach]
-            reasons = [f"\n  no mask can be put on {name}, {sites.out_of_reach[name]}" for name in missed]
+            missed = given_to_unknown(gm, ctx) | sites.out_of_reach
+            reasons = [
+                f"\n  no mask can be put on {name}, {missed[name]}" for name in matrices if name in missed
+            ]
             vectors = ", ".join(name for name, _ in gm.named_parameters())
             if vectors and not matrices:
                 reasons = [f"\n  its parameters have one axis at most: {vectors}"]
             raise SpecError(f"the model has no conv or linear weight that can be pruned{''.join(reasons)}")
+
+
+def given_to_unknown(gm: fx.GraphModule, ctx: Context) -> dict[str, str]:
+    """Weights that the graph reads and gives to no product, as layers of the user's own classes may do.
+
+    Returns:
+        The reasons why they are no sites, as relative clauses, by the names of the parameters.
+    """
+    sites, names = ctx.get(Sites), owned_names(gm)
+    others = {id(attribute(gm, node.target)) for node in gm.graph.find_nodes(op="get_attr") if node.users}
+    others -= {id(gm.get_parameter(site.parameter)) for site in sites.weights}
+    weights = (
+        names[id(parameter)]
+        for module in ctx.modules.values()
+        if isinstance(module, PRUNABLE)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.startswith("weight") and id(parameter) in others
+    )
+    why = "which no conv, linear or matmul is seen to use, nor what is computed of parameters alone"
+    return {name: sites.out_of_reach.get(name, why) for name in weights}
 
 
 OUTDATED = "the model writes to it after it has read it"

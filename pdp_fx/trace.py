@@ -416,7 +416,7 @@ def _refuse_unfit(model: nn.Module, example: ExampleCall) -> None:
         if hidden is not None:
             raise TraceError(
                 f"{name or 'the model'}, a {type(holder).__name__}, calls one of its parameters {hidden!r}, "
-                "which is the name of no attribute, and so none of a graph; hold them in a ParameterDict"
+                "which is the name of no attribute, and so none of a graph; name it without a dot"
             )
     if next(arrays((example.args, example.kwargs)), None) is not None:
         raise TraceError("there is a NumPy array in the example inputs; give it as a tensor")

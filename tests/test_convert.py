@@ -1235,3 +1235,39 @@ def test_single_weights_go_in_a_model_that_decides_by_its_data(rule: Rule) -> No
         torch.testing.assert_close(small(inputs), prepared.eval()(inputs))
     weights = [weight for name, weight in small.named_parameters() if name.endswith("weight")]
     assert sum(int((weight == 0).sum()) for weight in weights) == sum(map(torch.numel, weights)) // 2
+
+
+class Unused(nn.Module):
+    """Computes in training mode what nothing uses, in three steps of which the last takes the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            mean = x.mean()
+            x = x + torch.sub(mean.exp(), mean)
+        return self.last(x.relu())
+
+
+def test_what_only_training_uses_is_erased_once() -> None:
+    prepared = pdp_fx.prepare(Unused(), at_once(Channels(0.5)), torch.randn(2, 6))
+    pdp_fx.step(prepared)
+    assert not any(node.target in ("mean", "exp") for node in pdp_fx.convert(prepared).graph.nodes)
+
+
+class Ragged(nn.Module):
+    """Averages rows of given lengths by a nested tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([row[:2] for row in x], layout=torch.jagged)
+        return torch.stack([row.mean(0) for row in rows.unbind()])
+
+
+def test_a_part_that_makes_nested_tensors_keeps_its_channels() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), Ragged(), nn.Linear(8, 3))
+    prepared = pdp_fx.prepare(model, at_once(Channels(0.5)), torch.randn(2, 5, 6))
+    pdp_fx.step(prepared)
+    assert pdp_fx.convert(prepared).get_parameter("0.weight").shape == (4, 6)

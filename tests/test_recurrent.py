@@ -443,6 +443,32 @@ def test_channels_of_packed_sequences_are_removed(batch_first: bool) -> None:
     assert left["1.head.weight"].shape == (5, 4)
 
 
+class OfLengths(nn.Module):
+    """Sequences of the lengths that are given."""
+
+    def __init__(self, inner: nn.RNNBase) -> None:
+        super().__init__()
+        width = (inner.proj_size or inner.hidden_size) * (1 + inner.bidirectional)
+        self.before, self.inner, self.head = nn.Linear(6, 8), inner, nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.before(x).relu(), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(pad_packed_sequence(self.inner(packed)[0], batch_first=True)[0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_states_are_read_where_every_sequence_of_the_example_is_one_step(name: str) -> None:
+    torch.manual_seed(0)
+    model = OfLengths(cast(nn.RNNBase, copy.deepcopy(KINDS[name]))).double()
+    x, once, longer = torch.randn(2, 5, 6).double(), torch.tensor([1, 1]), torch.tensor([3, 5])
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), (x, once))
+    pdp_fx.step(prepared)
+    train(prepared, [(x, longer)])
+    converted = check_converted(model, prepared.eval(), [(x, once), (x, longer)])
+    width = model.inner.proj_size or model.inner.hidden_size
+    assert converted.get_parameter("inner.weight_hh_l0").shape[1] < width
+
+
 def test_the_time_of_packed_sequences_stays() -> None:
     model = nn.Sequential(nn.Conv1d(5, 8, 1), Packed())
     prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5)), torch.randn(2, 5, 8))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from pdp_fx.channels.flow import LabelFlow
-from pdp_fx.channels.labels import Slot
+from pdp_fx.channels.labels import Layer, Slot
 from pdp_fx.channels.record import Labelled, stored
+from pdp_fx.channels.rules_compute import axis_layer, consume
 from pdp_fx.channels.rules_regions import pool_regions, pools_regions
 from pdp_fx.tracing.examples import Inputs
 from pdp_fx.tracing.inputs import place_arguments
@@ -29,6 +31,9 @@ from pdp_fx.tracing.unfused import unfused_attention, unfused_recurrence
 from pdp_fx.tracing.writer import REPAIRS
 
 LEFT = "the model leaves these channels in what it is given"
+
+_MAKERS = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"]
+"""What a state is made by where it is not projected, but for the number of the layer."""
 
 After = Callable[[fx.Node, LabelFlow, Any], None]
 
@@ -134,6 +139,24 @@ class _FlowInterpreter(Interpreter):
                 self.flow.bind(state, projected)
             if rows is not None and made is not None:
                 self.flow.bind(rows.reshape(-1, made.numel()), made)
+            self.read_state(module._parameters, name.removeprefix("weight_hh"))
+
+    def read_state(self, parameters: Mapping[str, Tensor | None], ending: str) -> None:
+        """Contract the state that one direction of a layer makes with its weights, as the next step does.
+
+        Args:
+            parameters: those of a recurrent module.
+            ending: how the names of those end that the direction has.
+        """
+        makers = ["weight_hr"] if f"weight_hr{ending}" in parameters else _MAKERS
+        stored = [tensor for name in makers if (tensor := parameters.get(name + ending)) is not None]
+        needs = [layer for tensor in stored if (layer := axis_layer(tensor, 0, self.flow)) is not None]
+        weight = parameters[f"weight_hh{ending}"]
+        columns = None if weight is None else axis_layer(weight, 1, self.flow)
+        if columns is not None:
+            zero = all(layer.all_zero for layer in needs)
+            state = Layer(columns.ids, torch.full_like(columns.ids, zero, dtype=torch.bool), tuple(needs))
+            consume(state, columns, self.flow)
 
     def meet(self, node: fx.Node) -> None:
         """Tie or freeze the tensors that a node is given, each of which it computes with alone.
@@ -188,7 +211,8 @@ class _FlowInterpreter(Interpreter):
         stored = [*inside.parameters(), *inside.buffers()] if isinstance(inside, nn.Module) else []
         if isinstance(inside, MethodOf):
             stored = [self.fetch_attr(name) for name in inside.uses]
-        with no_dispatch():
+        # Tensors of subclasses, such as nested ones, need their own dispatch in there.
+        with _disable_current_modes():
             result = super().run_node(node)
         self.flow.freeze_all([*read, *stored], *why_unseen(inside, node))
         for leaf in tree_leaves(result):
@@ -222,8 +246,11 @@ def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
     if isinstance(inside, torch.jit.ScriptModule):
         return f"{kind} is compiled by TorchScript", "script the converted model instead"
     said = f": it {how}" if how and how != DIFFERS_BY_MODE else ""
-    torch_draws = "draw them by torch, as in torch.rand([])"
-    remedy = torch_draws if DRAWS_OUTSIDE in said else "choose with tensor operations such as torch.where"
+    if DRAWS_OUTSIDE in said:
+        return f"{kind} is kept whole{said}", "draw them by torch, as in torch.rand([])"
+    if said and "in a tensor" not in said:
+        return f"{kind} is kept whole{said}", ""
+    remedy = "choose with tensor operations such as torch.where"
     return f"{kind} decides by its data what it does{said}", remedy
 
 

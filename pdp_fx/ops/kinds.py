@@ -189,6 +189,9 @@ _KINDS = (
     ModuleKind(nn.GRUCell, recurrent.ExplicitGRUCell, (), True, _refresh_recurrent),
     ModuleKind(nn.RNNCell, recurrent.ExplicitRNNCell, (), True, _refresh_recurrent),
 )
+PRUNABLE = tuple(kind.plain for kind in _KINDS if kind.prunable)
+"""The types whose weights are pruned unstructured or N:M."""
+
 _BY_TYPE = {kind.plain: kind for kind in _KINDS} | {kind.explicit: kind for kind in _KINDS}
 
 

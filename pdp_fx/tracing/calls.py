@@ -72,15 +72,18 @@ def run_method(recorder: Recorder, whole: Whole, method: Call, args: Args, kwarg
     """Run a method of a module as one step."""
     recorder.check_drawn()
     module = recorder.model.get_submodule(whole.path)
-    parts = list(module.modules())
+    with recorder.silent():
+        # It may do so in its own way, and call its methods for it.
+        parts = list(module.modules())
     recorder.rebinding.overwrite(parts, str(whole))
     with recorder.silent():
         step = recorder.step("call_module", whole, args, kwargs)
         step.reason = recorder.findings.opaque[whole]
         result = _whole(recorder, step, method, args, kwargs)
+        mentioned = _mentioned(module, whole.method)
     recorder.rebinding.pass_over(parts)
     inside = f"{whole.path}." if whole.path else ""
-    step.uses |= {inside + name for name in _mentioned(module, whole.method)}
+    step.uses |= {inside + name for name in mentioned}
     return result
 
 

@@ -7,8 +7,9 @@ from torch import fx
 
 def erase(node: fx.Node, may_go: Callable[[fx.Node], bool]) -> None:
     """Erase a node, and then each of its inputs that has no other users and that ``may_go`` allows."""
-    sources = node.all_input_nodes
-    node.graph.erase_node(node)
-    for source in sources:
-        if not source.users and may_go(source):
-            erase(source, may_go)
+    todo = [node]
+    while todo:
+        gone = todo.pop()
+        sources = gone.all_input_nodes
+        gone.graph.erase_node(gone)
+        todo += [source for source in sources if not source.users and may_go(source)]

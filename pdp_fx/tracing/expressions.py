@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import islice
 from types import CodeType, FrameType
+from typing import TypeGuard
 
 from pdp_fx.tracing.source import is_users, under_way
 
@@ -425,18 +426,26 @@ def only_assigns(frame: FrameType) -> bool:
 
 
 def is_tried() -> bool:
-    """Whether what runs now is in a `try` of the model's code, be it in a call further out."""
+    """Whether errors of what runs now are caught by the model's code, be it in a call further out."""
     frames = (frame for frame in under_way() if is_users(frame.f_code.co_filename))
     return any(frame.f_lineno in lines for frame in frames for lines in _tried(frame.f_code))
 
 
 @lru_cache(maxsize=4096)
 def _tried(code: CodeType) -> tuple[range, ...]:
-    """The lines behind each `try` that has an `except`."""
+    """The lines behind each `try` that has an `except`, and of blocks that suppress errors."""
     function = definition(code)
-    tries = [node for node in ast.walk(function) if isinstance(node, ast.Try)] if function else []
-    bodies = [node.body for node in tries if node.handlers]
+    bodies = [node.body for node in ast.walk(function) if _catches(node)] if function else []
     return tuple(range(body[0].lineno, (body[-1].end_lineno or 0) + 1) for body in bodies)
+
+
+def _catches(node: ast.AST) -> TypeGuard[ast.Try | ast.With]:
+    if isinstance(node, ast.Try):
+        return bool(node.handlers)
+    if not isinstance(node, ast.With):
+        return False
+    managers = [item.context_expr for item in node.items]
+    return any("suppress" in ast.unparse(each.func) for each in managers if isinstance(each, ast.Call))
 
 
 def _names_something(statement: ast.stmt) -> bool:

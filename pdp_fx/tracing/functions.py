@@ -17,6 +17,7 @@ from torch.fx import has_side_effect
 from torch.fx.node import map_arg
 
 from pdp_fx.tracing.modes import When, function_of
+from pdp_fx.tracing.structure import mapped
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -258,6 +259,19 @@ def _forms(name: str) -> list[torch.FunctionSchema]:
     packet = getattr(torch.ops.aten, name, None)
     known = isinstance(packet, torch._ops.OpOverloadPacket)
     return [getattr(packet, form)._schema for form in packet.overloads()] if known else []
+
+
+def fails_by_numbers(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
+    """Whether a call of a torch function that fails does so by the numbers in tensors, not by their sizes."""
+
+    def without_numbers(leaf: Any) -> Any:
+        return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+    try:
+        function(*mapped(without_numbers, args), **mapped(without_numbers, kwargs))
+    except Exception:  # noqa: BLE001 it fails there, too, or is not known there
+        return False
+    return True
 
 
 def in_graph_form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:

@@ -29,6 +29,7 @@ from pdp_fx.tracing.calls import run_function, run_method, run_module
 from pdp_fx.tracing.casts import casting
 from pdp_fx.tracing.chances import following_numbers
 from pdp_fx.tracing.compiling import LOOKS_AT_MASK
+from pdp_fx.tracing.expressions import is_tried
 from pdp_fx.tracing.gradients import SET_GRADIENTS, gradient_blocks
 from pdp_fx.tracing.memories import without_memory
 from pdp_fx.tracing.objects import apply_of, subclass_of
@@ -100,6 +101,16 @@ def _weight_not_passed() -> torch.Tensor | None:
     return frame and frame.f_locals["weight"]
 
 
+class _IfCaught:
+    """Whether a distribution checks its numbers: they only decide about errors, which the model may catch."""
+
+    def __init__(self, checks: bool) -> None:
+        self.checks = checks
+
+    def __get__(self, distribution: Distribution | None, kind: type[Distribution]) -> bool:
+        return self.checks and is_tried()
+
+
 @contextmanager
 def listening(recorder: Recorder) -> Generator[None, None, None]:
     """Pass all that the model does inside the block to the recorder."""
@@ -115,8 +126,7 @@ def listening(recorder: Recorder) -> Generator[None, None, None]:
         replaced(torch.compiler, "is_compiling", _is_compiling(recorder)),
         replaced(transformer, LOOKS_AT_MASK, _looks_at_mask(recorder)),
         replaced(torch, "_check_tensor_all_with", _check_all(recorder)),
-        # Its checks branch on numbers; they decide about errors only.
-        replaced(Distribution, "_validate_args", False),
+        replaced(Distribution, "_validate_args", _IfCaught(Distribution._validate_args)),
         replaced(functional, "multi_head_attention_forward", attention),
         _unlisted_calls(recorder),
         recording_autocast(recorder),

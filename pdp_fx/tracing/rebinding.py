@@ -77,7 +77,10 @@ class Rebinding:
                 if now is before:
                     continue
                 if before is None or now is None or kind_of_tensor(before) != kind_of_tensor(now):
-                    raise UnrecordableError(f"replaces its buffer {name}", Whole(scope.path))
+                    why = f"puts a tensor of another shape, dtype or device into its buffer {name}"
+                    if before is None or now is None:
+                        why = f"fills or empties its buffer {name}"
+                    raise UnrecordableError(why, Whole(scope.path))
                 self._now[place] = now
                 self._written.pop((place, scope.path), None)
                 self._written[place, scope.path] = scope, now

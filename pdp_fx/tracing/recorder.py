@@ -615,15 +615,17 @@ class Recorder:
     ) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Run a step, note in it what its operations did, and return the result and the changed operands."""
         versions = [version_of(tensor) for tensor in operands]
+        whole = step.op == "call_module" or bool(step.reason)
         try:
             result = self.run(call, args, kwargs)
-        except (RuntimeError, IndexError, ValueError):
+        except (RuntimeError, IndexError, ValueError) as err:
+            if step.tried and (whole or self.run(functions.fails_by_numbers, (call, args, kwargs), {})):
+                self.guarded(_refuse_failing, type(err).__name__)
             self._failed(operands)
             raise
         if isinstance(call, Apply) and self.watch.read_numbers:
             raise UnrecordableError(f"looks at numbers in the autograd function {call.__name__}")
         values = all_values((step.args, step.kwargs))
-        whole = step.op == "call_module" or bool(step.reason)
         step.random, step.updates = self.watch.random, self.watch.updates
         step.uses = self.watch.used() if step.reason else frozenset()
         step.data = whole or step.random or any(is_data(value) or is_read(value) for value in values)
@@ -674,6 +676,10 @@ class Recorder:
 
 def _refuse(why: str) -> NoReturn:
     raise UnrecordableError(why)
+
+
+def _refuse_failing(error: str) -> NoReturn:
+    raise NumberReadError(f"goes on where the numbers in a tensor raise a {error}", None)
 
 
 def refuse_ragged(what: str, value: Value) -> None:

@@ -102,6 +102,26 @@ def test_a_model_whose_weights_are_out_of_reach_is_refused_with_the_reason() -> 
         sites(nn.Sequential(Own(4, 4)), torch.randn(3, 4))
 
 
+class Hands(nn.Linear):
+    """Gives what is computed of its weight to a function that decides by its data."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return decides(input, self.weight * 2)
+
+
+def decides(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x, weight) if x.sum() > 0 else x
+
+
+def test_weights_that_are_given_to_unknown_code_are_named() -> None:
+    why = "no mask can be put on {}, which no conv, linear or matmul is seen to use, nor what is computed of "
+    prepared = pdp_fx.prepare(nn.Sequential(nn.Linear(4, 4), Hands(4, 4)), SPEC, torch.randn(3, 4))
+    ((layer, said),) = pdp_fx.explain(prepared).skipped
+    assert (layer, said) == ("1", why.format("its weight") + "parameters alone")
+    with pytest.raises(SpecError, match=why.format("0.weight")):
+        pdp_fx.prepare(nn.Sequential(Hands(4, 4)), SPEC, torch.randn(3, 4))
+
+
 class Products(nn.Module):
     """Weights on either side of products of any kind."""
 

@@ -1,5 +1,6 @@
 """Distributions of torch, which check the numbers that they are given."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal, kl_divergence
@@ -34,6 +35,25 @@ class Returns(nn.Module):
 
 def test_what_is_computed_from_distributions_is_followed() -> None:
     assert not opaque(exact(Policy(), torch.randn(3, 4), torch.randn(5, 4)))
+
+
+class GoesOn(nn.Module):
+    """Takes the exponent of scales that a distribution refuses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return Normal(x, x).stddev
+        except ValueError:
+            return Normal(x, x.exp()).stddev
+
+
+def test_a_part_that_goes_on_where_a_distribution_refuses_numbers_is_kept_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch.compile turns that off for the whole process.
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+    gm = exact(nn.Sequential(nn.Identity(), GoesOn()), torch.rand(3, 4) + 1, torch.randn(5, 4))
+    assert list(opaque(gm)) == ["1"]
 
 
 def test_a_distribution_can_be_returned() -> None:

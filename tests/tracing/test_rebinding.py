@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pdp_fx
+from pdp_fx import Channels, PruneSpec
 from pdp_fx.errors import TraceError
 from pdp_fx.trace import trace
 from tests.tracing.checks import exact, opaque
@@ -270,6 +272,28 @@ class Empties(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.cell.state = None
         return self.cell(self.cell(self.layer(x)))
+
+
+class Grows(nn.Module):
+    """A neuron whose state begins without a size."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = 0.9 * torch.zeros_like(x) + x
+        return (self.state - 1).relu()
+
+
+def test_channels_that_a_buffer_of_another_shape_keeps_are_said_to_be_kept_by_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), Grows(), nn.Linear(6, 3), nn.Linear(3, 3))
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(0.5)), torch.randn(2, 4))
+    (reason,) = [kept.why for kept in pdp_fx.explain(prepared).kept if kept.group == "0"]
+    why = "Grows is kept whole: it puts a tensor of another shape, dtype or device into its buffer state"
+    assert reason.startswith(why)
 
 
 def test_a_buffer_that_is_emptied_keeps_the_module_that_does_so_whole() -> None:
