@@ -246,10 +246,9 @@ def why_unseen(inside: object, node: fx.Node) -> tuple[str, str]:
     if isinstance(inside, torch.jit.ScriptModule):
         return f"{kind} is compiled by TorchScript", "script the converted model instead"
     said = f": it {how}" if how and how != DIFFERS_BY_MODE else ""
-    if DRAWS_OUTSIDE in said:
-        return f"{kind} is kept whole{said}", "draw them by torch, as in torch.rand([])"
     if said and "in a tensor" not in said:
-        return f"{kind} is kept whole{said}", ""
+        remedy = "draw them by torch, as in torch.rand([])" if DRAWS_OUTSIDE in said else ""
+        return f"{kind} is kept whole{said}", remedy
     remedy = "choose with tensor operations such as torch.where"
     return f"{kind} decides by its data what it does{said}", remedy
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pdp_fx.trace import trace
-from tests.tracing.checks import Around, opaque
+from tests.tracing.checks import Around, Computes, opaque
 
 
 def factored(x: Tensor) -> Tensor:
@@ -45,23 +45,12 @@ def drawn(x: Tensor) -> Tensor:
     return x * torch.multinomial(x.sum(1), 1)
 
 
-class Calls(nn.Module):
-    """A function as a part of a model."""
-
-    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(x)
-
-
 @pytest.mark.parametrize("act", [factored, inverted, chosen, in_a_call])
 def test_a_part_that_goes_on_where_numbers_make_an_operation_fail_is_kept_whole(
     act: Callable[[Tensor], Tensor],
 ) -> None:
     torch.manual_seed(0)
-    model = Around(Calls(act)).double().eval()
+    model = Around(Computes(act)).double().eval()
     nn.init.constant_(model.before.weight, 0.0)
     nn.init.constant_(model.before.bias, -3.0)
     gm = trace(model, torch.randn(8, 4, dtype=torch.float64))
@@ -91,4 +80,4 @@ def moved(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("act", [viewed, moved])
 def test_what_sizes_and_devices_make_fail_is_followed(act: Callable[[Tensor], Tensor]) -> None:
-    assert not opaque(trace(Around(Calls(act)), torch.randn(2, 4)))
+    assert not opaque(trace(Around(Computes(act)), torch.randn(2, 4)))

@@ -914,3 +914,46 @@ def test_what_fails_only_while_it_is_recorded_is_kept_whole_or_refused() -> None
     why = "cannot trace module 'inner': it fails while it is recorded: KeyError: 'x'"
     with pytest.raises(TraceError, match=why):
         trace(Around(FailsIfWatched()), torch.randn(2, 4))
+
+
+class Restores(nn.Module):
+    """Computes with another weight for a while, and registers its own anew when its modules are listed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.more = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+
+    def restore(self) -> None:
+        own = self.base.weight
+        del self.base.weight
+        self.base.register_parameter("weight", nn.Parameter(own.data))
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.restore()
+        return super().named_modules(*args, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.base.weight.data
+        del self.base.weight
+        self.base.weight = cast(nn.Parameter, own + self.more)
+        try:
+            return self.base(x)
+        finally:
+            del self.base.weight
+            self.base.weight = cast(nn.Parameter, own)
+
+
+class HoldsRestores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Restores(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+def test_a_part_whose_modules_are_listed_by_a_method_of_its_own_is_refused_for_what_it_does() -> None:
+    model, x = HoldsRestores(), torch.randn(2, 4)
+    model(x)
+    with pytest.raises(TraceError, match="lends tensors to inner, which cannot be looked into"):
+        trace(model, x)
