@@ -27,7 +27,7 @@ class Reference:
         tolerance: the largest difference allowed, relative to the scale of the output.
         labels: whether outputs of whole numbers, such as predicted labels, must be equal; not once those of a
             copy in float64 were.
-        others: inputs of other sizes, how they differ from the example, and the outputs on them.
+        others: inputs of other numbers or sizes, how they differ from the example, and the outputs on them.
         ranks: inputs with more or fewer axes, and the outputs on them.
     """
 
@@ -59,7 +59,7 @@ class Verified:
 
     Attributes:
         difference: that on the example inputs.
-        elsewhere: those on inputs of other sizes, by how these differ.
+        elsewhere: those on inputs of other numbers and sizes, by how these differ.
     """
 
     difference: float
@@ -98,7 +98,7 @@ class VerifyEquivalence(Pass):
 
 
 def _elsewhere(gm: fx.GraphModule, reference: Reference) -> dict[str, float]:
-    """The relative differences on inputs of other sizes; a warning says which of them ``gm`` refuses."""
+    """The relative differences on other inputs; a warning says which of them ``gm`` refuses."""
     found: dict[str, float] = {}
     for place, inputs, wanted in reference.others:
         try:

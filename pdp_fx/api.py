@@ -201,8 +201,9 @@ def convert(model: nn.Module, on_pass: OnPass | None = None) -> fx.GraphModule:
         a plain `torch.fx.GraphModule` of plain torch modules, in eval mode. Its outputs equal those of the
         prepared model in eval mode: in float32 within 1e-5 of the output's scale or, if rounding alone
         exceeds that, in float64 within 1e-9; a model that cannot run in float64 within 1e-4. This is checked
-        on the example inputs and, where sizes say how channels are laid out, chosen or computed with, on
-        inputs of other sizes; if the result fails there, that is logged.
+        on the example inputs; where these are whole numbers or all equal, on other numbers; and where sizes
+        say how channels are laid out, chosen or computed with, on inputs of other sizes. If the result fails
+        on other inputs than the example, that is logged.
 
     Raises:
         SpecError: ``on_pass`` cannot be called.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
+from pdp_fx.channels.channel_map import ChannelMap
 from pdp_fx.channels.elsewhere import widths_of
 from pdp_fx.compiler import Context, OnPass, Pipeline
 from pdp_fx.errors import PdpError, StateError, VerifyError
@@ -259,20 +260,30 @@ def _given_by(gm: fx.GraphModule, inputs: Inputs) -> tuple[Tensor, ...]:
 def _elsewhere(
     gm: fx.GraphModule, pruner: Pruner, inputs: Inputs
 ) -> tuple[tuple[str, Inputs, tuple[Tensor, ...]], ...]:
-    """Inputs of other sizes and the outputs on them, if what is done to channels may be something else there.
+    """Inputs of other numbers and sizes, and the outputs on them, if channels may show something else there.
 
     The labels of channels tell what the graph does at other sizes; this is the proof.
     """
-    if pruner.channels is None or not pruner.channels.by_sizes:
+    if pruner.channels is None:
         return ()
-    example, widths = ExampleCall(*inputs), widths_of(pruner.channels.shapes)
-    free = example.sizes_taken(partial(_outputs_on, gm))
-    found = (
+    example = ExampleCall(*inputs)
+    numbers = _taken(gm, example.with_other_numbers()) if example.shows_few_numbers else None
+    found = [("on other numbers", numbers), *(_on_other_sizes(gm, pruner.channels, example))]
+    return tuple((place, *taken) for place, taken in found if taken is not None)
+
+
+def _on_other_sizes(
+    gm: fx.GraphModule, channels: ChannelMap, example: ExampleCall
+) -> Sequence[tuple[str, tuple[Inputs, tuple[Tensor, ...]] | None]]:
+    """Ways in which sizes are others, with inputs of that kind and the outputs; None if none are taken."""
+    if not channels.by_sizes:
+        return ()
+    free, widths = example.sizes_taken(partial(_outputs_on, gm)), widths_of(channels.shapes)
+    return (
         ("on a batch of another size", _taken(gm, example.others())),
         ("on inputs of other sizes", _taken(gm, example.apart(free, single=False))),
         ("on inputs of sizes without common factors", _taken(gm, example.unlike(free, widths))),
     )
-    return tuple((place, *taken) for place, taken in found if taken is not None)
 
 
 def _on_other_ranks(

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, Unstructured
-from pdp_fx.errors import SpecError
+from pdp_fx.errors import SpecError, VerifyError
 from pdp_fx.spec import Rule
 from tests.channels.checks import check_converted, train
 
@@ -467,6 +467,17 @@ def test_states_are_read_where_every_sequence_of_the_example_is_one_step(name: s
     converted = check_converted(model, prepared.eval(), [(x, once), (x, longer)])
     width = model.inner.proj_size or model.inner.hidden_size
     assert converted.get_parameter("inner.weight_hh_l0").shape[1] < width
+
+
+def test_what_one_step_does_not_show_is_shown_by_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdp_fx.channels.running._FlowInterpreter.read_state", lambda *_: None)
+    torch.manual_seed(0)
+    model = OfLengths(nn.GRU(8, 8, batch_first=True)).double()
+    example = torch.randn(2, 5, 6).double(), torch.tensor([1, 1])
+    prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=0.5), schedule=AT_ONCE), example)
+    pdp_fx.step(prepared)
+    with pytest.raises(VerifyError, match="of the output's scale on other numbers"):
+        pdp_fx.convert(prepared)
 
 
 def test_the_time_of_packed_sequences_stays() -> None:

@@ -110,6 +110,15 @@ class ExampleCall:
             return self.first()
         return self._changed(lambda rows: torch.cat([rows, rows[:1]]))
 
+    @property
+    def shows_few_numbers(self) -> bool:
+        """Whether other numbers may show more: some of these are whole, as lengths, or all equal."""
+        return any(
+            not tensor.is_floating_point() or bool((tensor == tensor.flatten()[0]).all())
+            for tensor in tensors((self.args, self.kwargs))
+            if tensor.numel()
+        )
+
     def with_other_numbers(self, turn: int = 0) -> "Iterator[ExampleCall]":
         """Calls with numbers drawn from this call's; floats are scaled, and shifted in every second call.
 
@@ -448,7 +457,9 @@ def _drawn_from(leaf: Any, generator: torch.Generator, moved: bool) -> Any:
         drawn = (drawn + shares if constant else drawn * (0.5 + shares)).to(leaf.dtype)
         drawn = drawn - drawn[0] if moved else drawn
     elif constant:
-        drawn = torch.where(shares < 0.5, _another_number(drawn), drawn)
+        # Of lengths that are 1 there is nothing below, of the last index nothing above.
+        other = drawn + 1 if moved and drawn.dtype is not torch.bool else _another_number(drawn)
+        drawn = torch.where(shares < 0.5, other, drawn)
     return drawn.reshape(leaf.shape).requires_grad_(leaf.requires_grad)
 
 
