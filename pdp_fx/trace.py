@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
@@ -111,7 +111,8 @@ def trace(
             try:
                 gm = _trace_on(model, example, watch)
             except InexactError as err:
-                raise _written_by_mode(model) or err from err.__cause__
+                of_model = _written_by_mode(model) or _never_the_same(model, example)
+                raise of_model or err from err.__cause__
     return gm
 
 
@@ -369,8 +370,12 @@ def _differs_in_training(
 
 def without_shape(model: nn.Module) -> str | None:
     """The name of a parameter or buffer of a lazy module that has not run yet, or None."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return next((name for name, tensor in named if is_lazy(tensor)), None)
+    return next((name for name, tensor in _state(model) if is_lazy(tensor)), None)
+
+
+def _state(model: nn.Module) -> tuple[tuple[str, Tensor], ...]:
+    """The parameters and buffers of a model, by name."""
+    return (*model.named_parameters(), *model.named_buffers())
 
 
 def _refuse_one_mode(model: nn.Module) -> None:
@@ -388,17 +393,30 @@ def _refuse_one_mode(model: nn.Module) -> None:
 
 
 def _written_by_mode(model: nn.Module) -> TraceError | None:
-    """An error that says which weight the model changes when its mode is set; None if it changes none."""
+    """An error that says which tensor the model changes when its mode is set; None if it changes none."""
     with preserved(model), unwritten(model):
-        named = in_mode(model, training=True).named_parameters()
-        before = {name: weight.detach().clone() for name, weight in named}
-        in_mode(model, False)
-        for name, weight in model.named_parameters():
-            if name in before and not are_equal(weight, before[name]):
+        before = {name: tensor.detach().clone() for name, tensor in _state(in_mode(model, True))}
+        for name, tensor in _state(in_mode(model, False)):
+            if name in before and not are_equal(tensor, before[name]):
                 return TraceError(
                     f"{type(model).__name__} changes {name} when it is put into eval mode, as adapters do "
                     "that are merged into weights then, and a graph does not; turn that off, as by "
-                    "merge_weights=False"
+                    "merge_weights=False, or keep both and let forward pick one by self.training"
+                )
+    return None
+
+
+def _never_the_same(model: nn.Module, example: ExampleCall) -> TraceError | None:
+    """An error that says how two calls of the model differ on the same inputs; None if they do not."""
+    with unwritten(model), own_generators(model), unmoved_iterators(model):
+        for training, mode in MODES.items():
+            once, again = (tried(model, example, training) for _ in range(2))
+            if isinstance(once, Outcome) and isinstance(again, Outcome) and once.difference(again):
+                return TraceError(
+                    f"{type(model).__name__} goes by something that is none of its inputs, parameters and "
+                    f"buffers: at a second call alike it {once.difference(again)} in {mode} mode; keep in "
+                    "buffers what it counts or remembers, not in a global variable, a class or a default "
+                    "argument"
                 )
     return None
 

@@ -20,6 +20,7 @@ from pdp_fx.tracing.structure import (
     is_object,
     is_record,
     is_remade,
+    is_structseq,
     record_fields,
     tensors_and_numbers,
 )
@@ -59,6 +60,8 @@ class Arguments:
             return arg
         if is_namedtuple(arg):
             return Expr(type(arg), tuple(self.encode(part) for part in arg))
+        if is_structseq(arg):
+            return Expr(type(arg), (tuple(self.encode(part) for part in arg),))
         if isinstance(arg, list):
             return [self.encode(part) for part in arg]
         if isinstance(arg, tuple):

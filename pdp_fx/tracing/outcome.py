@@ -8,17 +8,58 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from pdp_fx.tracing.generators import random_state
 from pdp_fx.tracing.preserve import written_now
-from pdp_fx.tracing.structure import are_equal, as_base, plain_leaves, tensors
+from pdp_fx.tracing.structure import LiveShape, are_equal, as_base, children, plain_leaves, tensors
 
 NEAR = 1e-5
 """What returned floats may differ by, relative to them, where tensors may differ by rounding."""
 
 
-Contents = tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]
-"""Copies of the tensors in a structure, and the numbers and texts in it."""
+@dataclass(frozen=True)
+class Layout:
+    """How a structure is made.
+
+    Attributes:
+        kind: the type of the whole, of numbers and texts `object`.
+        parts: the keys of a container, and how what it holds is made.
+    """
+
+    kind: type
+    parts: tuple[tuple[Any, "Layout"], ...] = ()
+
+    def difference(self, other: "Layout", place: str = "") -> str:
+        """How the layout of something returned differs from this one, as the end of a sentence, or nothing.
+
+        Args:
+            other: that layout.
+            place: where in the whole the two are.
+        """
+        where = f" at {place}" if place else ""
+        if self.kind is not other.kind:
+            return f"returns a {other.kind.__name__}{where}, not a {self.kind.__name__}"
+        if [key for key, _ in self.parts] != [key for key, _ in other.parts]:
+            return f"returns a {self.kind.__name__} with other keys{where}"
+        pairs = zip(self.parts, other.parts, strict=True)
+        found = (mine.difference(theirs, f"{place}[{key!r}]") for (key, mine), (_, theirs) in pairs)
+        return next(filter(None, found), "")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What there is in a structure.
+
+    Attributes:
+        layout: how it is made.
+        tensors: copies of the tensors.
+        numbers: the numbers and texts.
+    """
+
+    layout: Layout = Layout(tuple)
+    tensors: tuple[torch.Tensor, ...] = ()
+    numbers: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,9 +67,7 @@ class Outcome:
     """What is compared of one run.
 
     Attributes:
-        kind: the type of what the model returned.
-        results: the tensors in it.
-        numbers: the plain numbers and texts in it.
+        results: what the model returned.
         buffers: the buffers afterwards, by name.
         generators: the states of all random number generators afterwards.
         left: what is in the arguments afterwards; nothing if the run has changed none of it.
@@ -36,12 +75,10 @@ class Outcome:
             which these are.
     """
 
-    kind: type
-    results: tuple[torch.Tensor, ...]
-    numbers: tuple[Any, ...]
+    results: Contents
     buffers: Mapping[str, torch.Tensor]
     generators: tuple[Any, ...]
-    left: Contents = ((), ())
+    left: Contents = Contents()
     written: Mapping[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
     def is_near(self, other: "Outcome", tolerance: float | None = None) -> bool:
@@ -52,11 +89,9 @@ class Outcome:
             tolerance: what a result may differ by, relative to its scale; None for 1000 roundings of tensors,
                 and `NEAR` for numbers.
         """
-        if self.kind is not other.kind:
-            return False
         share = NEAR if tolerance is None else tolerance
         alike = partial(near, tolerance=tolerance)
-        given = _are_alike((self.results, self.numbers), (other.results, other.numbers), alike, share)
+        given = _are_alike(self.results, other.results, alike, share)
         return given and _are_alike(self.left, other.left, alike, share)
 
     def is_begun_by(self, other: "Outcome", size: int, other_size: int) -> bool:
@@ -67,9 +102,9 @@ class Outcome:
             size: how many examples this run had.
             other_size: how many that one had.
         """
-        if self.kind is not other.kind or len(self.results) != len(other.results):
+        if self.results.layout != other.results.layout:
             return False
-        for mine, theirs in zip(self.results, other.results, strict=True):
+        for mine, theirs in zip(self.results.tensors, other.results.tensors, strict=True):
             if not mine.ndim or not theirs.ndim or len(mine) * other_size != len(theirs) * size:
                 return False
             rows = min(len(mine), len(theirs))
@@ -79,15 +114,17 @@ class Outcome:
 
     def difference(self, other: "Outcome") -> str:
         """How another run differs from this one, as the end of a sentence; empty if it does not."""
-        if self.kind is not other.kind:
-            return f"returns a {other.kind.__name__}, not a {self.kind.__name__}"
-        if len(self.results) != len(other.results):
-            return f"returns {len(other.results)} tensors, not {len(self.results)}"
-        for index, (mine, theirs) in enumerate(zip(self.results, other.results, strict=True)):
+        wanted, got = self.results, other.results
+        laid_out = wanted.layout.difference(got.layout)
+        if laid_out:
+            return laid_out
+        if len(wanted.tensors) != len(got.tensors):
+            return f"returns {len(got.tensors)} tensors, not {len(wanted.tensors)}"
+        for index, (mine, theirs) in enumerate(zip(wanted.tensors, got.tensors, strict=True)):
             if not _identical(mine, theirs):
                 return f"returns another tensor at position {index}"
-        if not _same_numbers(self.numbers, other.numbers):
-            return f"returns the numbers {other.numbers}, not {self.numbers}"
+        if not _same_numbers(wanted.numbers, got.numbers):
+            return f"returns the numbers {got.numbers}, not {wanted.numbers}"
         for name, buffer in self.buffers.items():
             if name not in other.buffers or not _identical(buffer, other.buffers[name]):
                 return f"leaves another value in the buffer {name}"
@@ -113,21 +150,48 @@ class Given:
     def left(self) -> Contents:
         """As in `Outcome`, when the run is over."""
         after = _contents(self._arguments)
-        return ((), ()) if _are_alike(self._before, after) else after
+        return Contents() if _are_alike(self._before, after) else after
 
 
 def outcome(model: nn.Module, output: Any, given: Given) -> Outcome:
     """The outcome of a run of ``model`` on what it was given that has just ended and returned ``output``."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     left, written = given.left(), written_now()
-    return Outcome(type(output), *_contents(output), buffers, random_state(), left, written)
+    return Outcome(_contents(output), buffers, random_state(), left, written)
 
 
 def _contents(structure: Any) -> Contents:
     leaves = [as_base(leaf) for leaf in plain_leaves(structure)]
-    # A live number has a type of its own.
-    numbers = tuple(kind(leaf) for leaf in leaves for kind in _kinds(leaf)[:1])
-    return tuple(tensor.detach().clone() for tensor in tensors(structure)), numbers
+    numbers = tuple(number for leaf in leaves for number in _as_plain(leaf))
+    copies = tuple(tensor.detach().clone() for tensor in tensors(structure))
+    return Contents(_layout(structure), copies, numbers)
+
+
+def _layout(structure: Any, around: frozenset[int] = frozenset()) -> Layout:
+    """How a structure is made; objects that are no containers are not looked into."""
+    if not isinstance(structure, tuple | list | Mapping):
+        return Layout(object if _kinds(as_base(structure)) else type(structure))
+    kind = next((kind for kind in _LIKE if isinstance(structure, _LIKE[kind])), type(structure))
+    if id(structure) in around:
+        return Layout(kind)
+    around |= {id(structure)}
+    return Layout(
+        kind,
+        tuple((*(_as_plain(key) or [key]), _layout(part, around)) for _, key, part in children(structure)),
+    )
+
+
+_LIKE: Mapping[type, tuple[type, ...]] = {
+    tuple: (torch.Size, LiveShape),
+    list: (immutable_list,),
+    dict: (immutable_dict,),
+}
+"""Containers that stand for others: sizes are tuples, and lists and dicts in a graph are types of fx."""
+
+
+def _as_plain(leaf: Any) -> list[Any]:
+    """The plain number or text that a value is, if any: a live number has a type of its own."""
+    return [kind(leaf) for kind in _kinds(leaf)[:1]]
 
 
 def _kinds(leaf: Any) -> list[type]:
@@ -162,9 +226,12 @@ def _are_alike(
         alike: which tensors count as the same; None for those that are.
         share: what floats may differ by, relative to them.
     """
-    (made, numbers), (other_made, other_numbers) = mine, theirs
-    same = len(made) == len(other_made) and all(map(alike or _identical, made, other_made))
-    return same and _same_numbers(numbers, other_numbers, share)
+    return (
+        mine.layout == theirs.layout
+        and len(mine.tensors) == len(theirs.tensors)
+        and all(map(alike or _identical, mine.tensors, theirs.tensors))
+        and _same_numbers(mine.numbers, theirs.numbers, share)
+    )
 
 
 def near(one: torch.Tensor, other: torch.Tensor, tolerance: float | None = None) -> bool:

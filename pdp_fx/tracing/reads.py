@@ -20,7 +20,7 @@ from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, refuse_ragged
 from pdp_fx.tracing.selecting import asks_any
 from pdp_fx.tracing.settings import HELD, is_users_question, note_asked_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
-from pdp_fx.tracing.sizes import LiveShape, plain
+from pdp_fx.tracing.sizes import plain
 from pdp_fx.tracing.skipping import is_drawn, reads
 from pdp_fx.tracing.source import source_line, user_frame
 from pdp_fx.tracing.steps import (
@@ -34,7 +34,7 @@ from pdp_fx.tracing.steps import (
     is_input,
     is_ragged,
 )
-from pdp_fx.tracing.structure import kind_of_tensor
+from pdp_fx.tracing.structure import LiveShape, kind_of_tensor
 from pdp_fx.tracing.watch import storage_of
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from pdp_fx.tracing.shapes import reached
-from pdp_fx.tracing.sizes import LiveShape, is_plain, plain
+from pdp_fx.tracing.sizes import is_plain, plain
 from pdp_fx.tracing.steps import Expr, Step, Value
-from pdp_fx.tracing.structure import BASE_TYPES, as_base, children, is_namedtuple
+from pdp_fx.tracing.structure import BASE_TYPES, LiveShape, as_base, children, is_namedtuple
 
 if TYPE_CHECKING:
     from pdp_fx.tracing.recorder import Recorder

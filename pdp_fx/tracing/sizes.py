@@ -7,7 +7,6 @@ branch in the graph, which therefore checks the comparison. `int(...)`, `float(.
 numbers; the graph checks that they come from the same ones.
 """
 
-import functools
 import math
 import operator
 import sys
@@ -153,18 +152,6 @@ class YieldingFloat(float):
 def is_plain(value: Any) -> bool:
     """Whether a value is an int or a float that is not live, be it NumPy's, and no truth value."""
     return type(as_base(value)) in (int, float, YieldingFloat)
-
-
-class LiveShape(tuple[int, ...]):
-    """A shape whose `numel` is a live number; that of a `torch.Size` is a plain one."""
-
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        return LiveShape(found) if isinstance(place, slice) else found
-
-    def numel(self) -> int:
-        """The product of the sizes."""
-        return functools.reduce(operator.mul, self, 1)
 
 
 def live(number: Any, value: Value, session: Session) -> Any:

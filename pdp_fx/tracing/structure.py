@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 import enum
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
 from random import Random
 from types import CellType, MemberDescriptorType
 from typing import Any, cast
@@ -36,9 +37,26 @@ OF_TORCH = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has; none of them is what a forward keeps for its next call."""
 
 
+class LiveShape(tuple[int, ...]):
+    """A shape whose `numel` is a live number; that of a `torch.Size` is a plain one."""
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        return LiveShape(found) if isinstance(place, slice) else found
+
+    def numel(self) -> int:
+        """The product of the sizes."""
+        return reduce(operator.mul, self, 1)
+
+
 def is_namedtuple(value: object) -> bool:
     """Whether a value is an instance of a `collections.namedtuple` class."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def is_structseq(value: object) -> bool:
+    """Whether a value is a tuple with named places, as built-in functions give: `max`, `topk`."""
+    return isinstance(value, tuple) and hasattr(value, "n_sequence_fields")
 
 
 def is_record(value: object) -> bool:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from pdp_fx import Channels, PruneSpec, Schedule, TraceError, Unstructured, convert, prepare, step
 from pdp_fx.trace import trace
-from tests.tracing.checks import Around, exact, opaque
+from tests.tracing.checks import Around, Computes, exact, opaque
 
 
 class Odd(nn.Module):
@@ -164,3 +164,48 @@ def test_a_part_that_changes_as_its_mode_is_set_is_refused() -> None:
     ):
         trace(model, torch.randn(3, 4))
     assert torch.equal(model.get_parameter("inner.weight"), before)
+
+
+class PicksByMode(nn.Module):
+    """Puts another value into its buffer as its mode is set."""
+
+    value: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.ones(4))
+
+    def train(self, mode: bool = True) -> "PicksByMode":
+        super().train(mode)
+        self.value = torch.full((4,), 2.0 if mode else 1.0)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value * x
+
+
+def test_a_buffer_that_is_another_in_each_mode_is_named() -> None:
+    with pytest.raises(TraceError, match=r"Around changes inner.value when .*let forward pick one"):
+        trace(Around(PicksByMode()), torch.randn(3, 4))
+
+
+class Counts(Computes):
+    """Counts its calls in its class."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counts.calls += 1
+        return super().forward(x) * Counts.calls
+
+
+def remembers(x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006 that is what is tested
+    seen.append(1)
+    return x * len(seen)
+
+
+@pytest.mark.parametrize("model", [Counts(nn.Linear(4, 4)), Computes(remembers)], ids=["class", "default"])
+def test_a_model_that_gives_something_else_at_every_call_is_told_so(model: nn.Module) -> None:
+    told = "is none of its inputs, parameters and buffers: at a second call alike it returns another tensor"
+    with pytest.raises(TraceError, match=told):
+        trace(model, torch.randn(3, 4))
