@@ -8,10 +8,10 @@
   node; `half` computes in float16. `outcome` is what a run gives, `structure` takes apart what holds tensors.
 * Recording: `record` is one run. `intercept` listens to the model, and `recorder` turns what it hears into
   `steps`, for which `inputs` makes placeholders, `arguments` encodes what calls are given, and `origins` and
-  `watch` know where tensors come from. `functions`, `calls`, `leaves` and `applies` say how a call is
-  written; `objects` lets a graph hold callables. What is switched on and off inside a model is recorded by
-  `flags`, `gradients`, `autocasts` and `recomputing`, `rebinding` sees to buffers that are replaced, and
-  `memories` and `idle` to what is not run.
+  `watch` know where tensors come from. `checks` adds what the graph checks, and `branches` knows which way to
+  go. `functions`, `calls`, `leaves` and `applies` say how a call is written; `objects` lets a graph hold
+  callables. What is switched on and off inside a model is recorded by `flags`, `gradients`, `autocasts` and
+  `recomputing`, `rebinding` sees to buffers that are replaced, and `memories` and `idle` to what is not run.
 * Numbers: `sizes` are live numbers, `reads` where they are read, `casts`, `yielding` and `parts` how they
   are kept alive, `chances` and `threads` where else they come from; `decoys` finds those that get lost, and
   `time_limit` ends loops that do not end with other numbers.

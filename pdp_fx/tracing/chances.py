@@ -26,7 +26,7 @@ DRAWS = (
 @contextmanager
 def following_numbers(recorder: Recorder) -> Generator[None, None, None]:
     """Record what the model's code draws inside the block, if branches may be recorded both ways."""
-    with entries(_replacements(recorder) if recorder.goes_both_ways else ()):
+    with entries(_replacements(recorder) if recorder.branches.go_both_ways else ()):
         yield
 
 

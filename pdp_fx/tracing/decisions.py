@@ -174,7 +174,7 @@ class Decisions:
             value = Expr(operator.or_, (Expr(_autocasts, (device,)), Expr(operator.eq, (value, found))))
             found = True
         message = f"{line} decides by {said}, {HELD}; cast and move the model before"
-        self._recorder.hold(value, found, message)
+        self._recorder.checks.hold(value, found, message)
 
     def _decision(self, use: _Use) -> _Operand:
         """The answer of a comparison, or what is read itself if it is used in another way."""

@@ -210,7 +210,7 @@ def _to(recorder: Recorder) -> Callable[..., nn.Module]:
             "cast the model before it is traced"
         )
         for tensor in cast:
-            recorder.hold(Expr(getattr, (recorder.origins.value(tensor), "dtype")), dtype, message)
+            recorder.checks.hold(Expr(getattr, (recorder.origins.value(tensor), "dtype")), dtype, message)
         return module
 
     return to

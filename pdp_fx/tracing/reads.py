@@ -7,6 +7,7 @@ import torch
 
 from pdp_fx.ops.data import data_of
 from pdp_fx.tracing import functions
+from pdp_fx.tracing.checks import refuse_ragged
 from pdp_fx.tracing.expressions import (
     goes_by_rank,
     multiplies_sizes,
@@ -16,7 +17,7 @@ from pdp_fx.tracing.expressions import (
     only_unpacks,
     uses_beyond,
 )
-from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder, refuse_ragged
+from pdp_fx.tracing.recorder import Args, Call, Kwargs, Recorder
 from pdp_fx.tracing.selecting import asks_any
 from pdp_fx.tracing.settings import HELD, is_users_question, note_asked_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
@@ -78,7 +79,7 @@ def _hold_rank(recorder: Recorder, squeezed: torch.Tensor) -> None:
     """
     recorder.findings.sizes.read = True
     rank = recorder.run(torch.Tensor.dim, (squeezed,), {})
-    recorder.decided(Expr(operator.eq, (Expr("dim", (recorder.origins.value(squeezed),)), rank)))
+    recorder.checks.decided(Expr(operator.eq, (Expr("dim", (recorder.origins.value(squeezed),)), rank)))
 
 
 def _rank(recorder: Recorder, tensor: torch.Tensor) -> int:
@@ -173,7 +174,7 @@ def _is_same_size(recorder: Recorder, tensor: torch.Tensor, other: torch.Tensor)
     """Whether two tensors have one shape; the graph checks that it is so again."""
     same: bool = recorder.run(torch.Tensor.is_same_size, (tensor, other), {})
     values = recorder.origins.value(tensor), recorder.origins.value(other)
-    recorder.decided(Expr(operator.eq, (Expr("is_same_size", values), same)))
+    recorder.checks.decided(Expr(operator.eq, (Expr("is_same_size", values), same)))
     return same
 
 
@@ -210,7 +211,7 @@ def _is_on(name: str) -> Call:
         frame = user_frame()
         if is_users_question() and frame is not None and not only_says(frame):
             message = f"{source_line()} decides by {name}, {HELD}; move the model before"
-            recorder.hold(Expr(getattr, (recorder.origins.value(tensor), name)), found, message)
+            recorder.checks.hold(Expr(getattr, (recorder.origins.value(tensor), name)), found, message)
         return found
 
     return read
@@ -255,7 +256,7 @@ def _hold_kind(recorder: Recorder, tensor: torch.Tensor, dtype: torch.dtype) -> 
             f"{source_line()} asks for the dtype of an input, whose numbers are {kind} in this graph; trace "
             "with example_inputs of the kind that you need"
         )
-        recorder.hold(Expr("is_floating_point", (value,)), dtype.is_floating_point, message)
+        recorder.checks.hold(Expr("is_floating_point", (value,)), dtype.is_floating_point, message)
 
 
 def _item(recorder: Recorder, tensor: torch.Tensor) -> Any:
@@ -287,15 +288,15 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
     value = recorder.origins.value(tensor)
     truth: bool = recorder.run(torch.Tensor.__bool__, (tensor,), {})
     if not is_data(value):
-        recorder.decided(Expr(operator.ne if truth else operator.eq, (value, 0)), check=TRUTH)
+        recorder.checks.decided(Expr(operator.ne if truth else operator.eq, (value, 0)), check=TRUTH)
         return truth
     frame = user_frame()
     if frame is None or not only_checks(frame, truth):
-        way = recorder.way(value, frame)
+        way = recorder.branches.way(value, frame)
         if way is not None:
             return way
         asked = asks_any(value)
-        some = None if asked is None else recorder.selected(asked[0], asked[2])
+        some = None if asked is None else recorder.branches.selected(asked[0], asked[2])
         if asked is not None and some is not None:
             return asked[1] == some
         kind = (

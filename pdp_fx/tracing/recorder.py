@@ -8,10 +8,9 @@ records again.
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,10 +20,12 @@ from torch import nn
 from pdp_fx.tracing import functions
 from pdp_fx.tracing.arguments import Arguments, all_values, leaves, stripped
 from pdp_fx.tracing.attribute_reads import AttributeReads
+from pdp_fx.tracing.branches import Branches
+from pdp_fx.tracing.checks import Checks, refuse_ragged
 from pdp_fx.tracing.compiling import compiling
 from pdp_fx.tracing.decisions import Decisions
 from pdp_fx.tracing.dtypes import Dtypes
-from pdp_fx.tracing.expressions import is_tried, only_assigns
+from pdp_fx.tracing.expressions import is_tried
 from pdp_fx.tracing.failures import Failures
 from pdp_fx.tracing.findings import Findings
 from pdp_fx.tracing.leaving import Leavings
@@ -32,18 +33,14 @@ from pdp_fx.tracing.objects import Apply, AsSubclass
 from pdp_fx.tracing.origins import Origins
 from pdp_fx.tracing.parts import Parts
 from pdp_fx.tracing.rebinding import Rebinding
-from pdp_fx.tracing.selecting import says, selection
-from pdp_fx.tracing.shapes import check_step
+from pdp_fx.tracing.selecting import says
 from pdp_fx.tracing.sizes import Live, Place, Session, given_as, live, note_fixed, plain, value_of
-from pdp_fx.tracing.skipping import asks_finite, is_drawn, reads
-from pdp_fx.tracing.source import Frames, source_line, user_frame
+from pdp_fx.tracing.skipping import is_drawn, reads
+from pdp_fx.tracing.source import Frames, source_line
 from pdp_fx.tracing.steps import (
     DRAWS_OUTSIDE,
     TRUTH,
-    Asked,
-    Draw,
     Expr,
-    How,
     NumberReadError,
     Recording,
     Scope,
@@ -51,13 +48,10 @@ from pdp_fx.tracing.steps import (
     UnrecordableError,
     Value,
     Whole,
-    identity,
     is_data,
-    is_given,
     is_ragged,
     is_read,
     is_returned,
-    selectors,
     varies,
 )
 from pdp_fx.tracing.structure import has_tensors, tensors
@@ -68,13 +62,6 @@ from pdp_fx.tracing.watch import Watch, version_of
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-MOST_DRAWS = 1000
-"""After this many branches on random numbers, as of a loop that goes on by chance, none is followed."""
-
-MOST_ASKED = 1000
-"""So often a call may ask in one line whether anything is selected; a loop until nothing is would not end."""
 
 
 class Recorder:
@@ -97,7 +84,8 @@ class Recorder:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.findings = findings
-        self.session = Session(self.decided, self._counts)
+        self.checks, self.branches = Checks(self), Branches(self, answers, empty)
+        self.session = Session(self.checks.decided, self.branches.by_count)
         self.steps: list[Step] = []
         self.scope = Scope("")
         self.scopes: dict[Scope, Args] = {self.scope: ()}
@@ -114,15 +102,8 @@ class Recorder:
         self.dtypes, self.decisions = Dtypes(self.frames), Decisions(self)
         self.placed: tuple[Value, torch.device] | None = None
         self.parts = Parts()
-        self.draws: list[Draw] = []
         self.uses_threads = False
-        self._answers = answers
-        self._empty = empty
-        self._asked: list[Asked] = []
-        self._asks: Counter[tuple[int, str]] = Counter()
         self._calls: Counter[str] = Counter()
-        self._decided: set[Hashable] = set()
-        self._held: set[Hashable] = set()
         self.rebinding = Rebinding(self)
         self._before = self._parts_of(self._looked_into(model))
 
@@ -130,7 +111,7 @@ class Recorder:
         """Add an input of the model; returns its step and the example to run with."""
         step = Step("placeholder", name, default, {}, self.scope, "")
         self._note_kind(step, example)
-        self._emptied(example)
+        self.branches.empty(example)
         self.steps.append(step)
         for tensor in tensors(example):
             self.watch.own(tensor)
@@ -140,11 +121,6 @@ class Recorder:
         if isinstance(result, torch.Tensor):
             with self.silent():
                 step.shape, step.dtype = tuple(result.shape), result.dtype
-
-    def _emptied(self, mask: Any) -> None:
-        """Make a mask that the next step makes select nothing, if it is to count as empty."""
-        if len(self.steps) in self._empty:
-            self.run(torch.Tensor.fill_, (mask, self._empty[len(self.steps)] < 0), {})
 
     def follows_given(self, name: str) -> bool:
         """Whether a number that is given as this argument may be another at each call of the graph."""
@@ -181,7 +157,7 @@ class Recorder:
             raise UnrecordableError("hooks the gradient of a tensor")
         args, kwargs = functions.first_by_position(function, args, functions.in_own_names(function, kwargs))
         kwargs = functions.without_hints(name, args, kwargs)
-        if name == "item" and self.goes_both_ways and is_drawn(self.arguments.encode(args[0])):
+        if name == "item" and self.branches.go_both_ways and is_drawn(self.arguments.encode(args[0])):
             return self._drawn_number(args[0])
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._by_tensors(args[1]), *args[2:])
@@ -288,13 +264,13 @@ class Recorder:
         if not step.varies:
             return result
         if isinstance(result, np.ndarray):
-            self.decided(Expr(operator.eq, (Expr("tolist", (self._added(step),)), result.tolist())))
+            self.checks.decided(Expr(operator.eq, (Expr("tolist", (self._added(step),)), result.tolist())))
         elif name == "item" and isinstance(result, bool):
-            self.decided(Expr(operator.ne if result else operator.eq, (step.args[0], 0)), check=TRUTH)
+            self.checks.decided(Expr(operator.ne if result else operator.eq, (step.args[0], 0)), check=TRUTH)
         elif name == "item":
             return self._read(result, self._added(step), name)
         elif isinstance(result, bool | int | float | complex | list):
-            self.decided(Expr(operator.eq, (self._added(step), result)))
+            self.checks.decided(Expr(operator.eq, (self._added(step), result)))
         return result
 
     def _added(self, step: Step) -> Step:
@@ -370,52 +346,6 @@ class Recorder:
         if self.watch.has_drawn_outside():
             raise UnrecordableError(DRAWS_OUTSIDE, Whole(self.scope.path))
 
-    def decided(self, fact: Expr, how: How = How.COMPARED, check: Call = torch._assert) -> None:
-        """Add a check that a comparison of sizes, by which the model's code decided, has the same result.
-
-        Sizes that depend on data differ from call to call, so a decision by them is refused, unless it asks
-        whether a size equals a plain number: such a size, as of an axis of coordinates, may be constant. A
-        model that would be refused as a whole is tried with checks of these, too. A decision by a number that
-        is read from a tensor is always refused.
-
-        Args:
-            fact: the comparison, as it came out in this run.
-            how: how the code goes by it.
-            check: what checks it, one of `steps.CHECKS`.
-        """
-        known = identity(fact)
-        noted = self._held if how is How.MADE_PLAIN else self._decided
-        done = known in self._held or known in noted
-        if self.inside or done or is_data(fact) or not self._may_change(fact):
-            return
-        noted.add(known)
-        if is_read(fact):
-            self.guarded(refuse_ragged, "decides by", fact)
-            return
-        on_purpose = how is How.COMPARED_WITH_NUMBER and fact.call in (operator.eq, operator.ne)
-        if is_ragged(fact) and not on_purpose:
-            self.findings.met_ragged = True
-            if not self.findings.checks_ragged:
-                self.guarded(refuse_ragged, "decides by", fact)
-                return
-        source = source_line()
-        said = "sizes"
-        if is_given(fact):
-            # Other sizes do not show whether it matters.
-            said, how = "numbers", How.MADE_PLAIN
-        message = (
-            f"{source} decides by {said}, and by these otherwise than in this graph; "
-            f"trace with example_inputs of such {said}"
-        )
-        self.steps.append(Step("call_function", check, (fact, message), {}, self.scope, source, decides=how))
-
-    def hold(self, value: Value, found: Any, message: str) -> None:
-        """Add a check, failing with ``message``, that a value equals what was found in this run."""
-        fact = identity(Expr(operator.eq, (value, found)))
-        if not self.inside and fact not in self._held:
-            self._held.add(fact)
-            self.steps.append(check_step([(value, found)], message, self.scope, source_line()))
-
     def finish(self, result: Any) -> Recording:
         """The recording of the run, which has returned ``result``."""
         self.failures.check()
@@ -427,7 +357,7 @@ class Recorder:
         output = self.parts.returned(self.arguments.output(result))
         self.leavings.settle()
         self.findings.sizes.read |= self.parts.settle(self.steps, output)
-        unseen, draws = tuple(self.origins.unseen), tuple(self.draws)
+        unseen = tuple(self.origins.unseen)
         return Recording(
             tuple(self.steps),
             output,
@@ -437,8 +367,8 @@ class Recorder:
             asks_rank=self.asks_rank,
             unseen=unseen,
             uses_threads=self.uses_threads,
-            draws=draws,
-            asked=tuple(self._asked),
+            draws=tuple(self.branches.draws),
+            asked=tuple(self.branches.asked),
             unfollowed=tuple(line for line, _, _ in unfollowed),
         )
 
@@ -455,50 +385,6 @@ class Recorder:
             yield
         finally:
             self._inside = before
-
-    @property
-    def goes_both_ways(self) -> bool:
-        """Whether there are branches that are recorded both ways."""
-        return self._answers is not None
-
-    def way(self, value: Value, frame: FrameType | None) -> bool | None:
-        """Which way to go at a branch of a frame on a value; None if it is not to be followed both ways."""
-        if self._answers is None or self.inside:
-            return None
-        repairs = frame is not None and asks_finite(value) and only_assigns(frame)
-        if not repairs and not is_drawn(value):
-            return None
-        if len(self.draws) == MOST_DRAWS:
-            return None
-        number = next((draw.number for draw in self.draws if draw.value is value), None)
-        if number is None:
-            number = 1 + max((draw.number for draw in self.draws), default=-1)
-        self.draws.append(Draw(value, number, len(self.steps), self.scope, source_line(), repairs))
-        return self._answers(number)
-
-    def selected(self, mask: Step | None, inverted: bool = False) -> bool | None:
-        """Whether to go on as if a mask selected any, at a branch on it; None if it is not followed.
-
-        Args:
-            mask: the step that makes the mask, if it is known.
-            inverted: whether it selects what is False.
-        """
-        source = source_line()
-        if mask is None or self.inside or source in self.findings.unproven:
-            return None
-        line = self.frames.number(user_frame()), source
-        self._asks[line] += 1
-        if self._asks[line] > MOST_ASKED:
-            return None
-        number = abs(mask.selects) or 1 + max((asked.number for asked in self._asked), default=0)
-        if mask.selects not in (0, -number if inverted else number):
-            return None
-        mask.selects = -number if inverted else number
-        self._asked.append(Asked(number, len(self.steps), source))
-        return number not in map(abs, self._empty.values())
-
-    def _counts(self, count: Value) -> bool | None:
-        return self.selected(selection(count)) if is_ragged(count) else None
 
     @contextmanager
     def recomputing(self) -> Generator[None, None, None]:
@@ -562,10 +448,11 @@ class Recorder:
     def _read(self, number: Any, value: Value, call: str, axis: int = 0) -> Any:
         """The number that the model reads of a tensor, with the expression that reads it."""
         decoy = self.session.decoy
-        if (decoy is not None or self.findings.insisted) and not self.inside and self._may_differ(value):
+        asks = decoy is not None or bool(self.findings.insisted)
+        if asks and not self.inside and self.checks.may_differ(value):
             place = Place(source_line(), call, axis)
             if place in self.findings.insisted:
-                self._insist(value, number)
+                self.checks.insist(value, number)
             elif decoy is not None:
                 decoy.meet(place, value)
         return live(number, value, self.session)
@@ -573,42 +460,6 @@ class Recorder:
     def returned(self, number: Any, step: Step, place: int) -> Any:
         """A number that code which is not looked into returns, with the step that reads it of the result."""
         return self._read(number, step, "returned", place)
-
-    def _may_change(self, fact: Expr) -> bool:
-        """Whether a comparison may come out differently in another run: its operands differ, and may."""
-        return len({identity(arg) for arg in fact.args}) > 1 and any(map(self._may_differ, fact.args))
-
-    def _may_differ(self, value: Value) -> bool:
-        """Whether a number may be another one in another run."""
-        return varies(value) or is_read(value) or (is_ragged(value) and self._follows_floats(value))
-
-    def _follows_floats(self, value: Value) -> bool:
-        """Whether a size depends on the floating-point numbers in a parameter or buffer, which may change.
-
-        Masks and indices that a model stores stay what they are.
-        """
-        return any(self._floats.get(each.path, False) for each in selectors(value))
-
-    @cached_property
-    def _floats(self) -> dict[str, bool]:
-        """By the names of all parameters and buffers, whether they are floating-point."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {path: tensor.is_floating_point() for path, tensor in named}
-
-    def _insist(self, value: Value, number: Any) -> None:
-        """Let the graph insist on a number that Python takes for a plain one."""
-        fact = Expr(operator.eq, (value, number))
-        if is_read(value) or is_ragged(value):
-            self.decided(fact)
-            return
-        source = source_line()
-        self.hold(
-            value,
-            number,
-            f"{source} reads a size, and the model computes another thing by a number that Python makes of "
-            "it, as by ratios[0] * size (but not size * ratios[0]) or ratios[size]; trace with "
-            "example_inputs of the size you need",
-        )
 
     def run_and_compare(
         self, call: Call, args: Args, kwargs: Kwargs, step: Step, operands: list[torch.Tensor]
@@ -643,7 +494,7 @@ class Recorder:
         for tensor in operands:
             value = self.origins.value(tensor)
             for axis, size in enumerate(self.run(torch.Tensor.size, (tensor,), {})):
-                self.decided(Expr(operator.eq, (Expr("size", (value, axis)), size)))
+                self.checks.decided(Expr(operator.eq, (Expr("size", (value, axis)), size)))
 
     def commit(self, step: Step, result: Any, changed: tuple[torch.Tensor, ...]) -> Any:
         """Add a step that has run, and return its result as the model's code gets it."""
@@ -651,7 +502,7 @@ class Recorder:
             raise UnrecordableError("makes a nested tensor, whose rows differ in length")
         self._note_kind(step, result)
         if says(step):
-            self._emptied(result)
+            self.branches.empty(result)
         self.steps.append(step)
         if self.session.decoy is not None and len(self.steps) > self.session.decoy.most:
             raise TooLongError
@@ -680,9 +531,3 @@ def _refuse(why: str) -> NoReturn:
 
 def _refuse_failing(error: str) -> NoReturn:
     raise NumberReadError(f"goes on where the numbers in a tensor raise a {error}", None)
-
-
-def refuse_ragged(what: str, value: Value) -> None:
-    """Refuse that the model uses a size or number that depends on data for more than arithmetic."""
-    kind = "a number in a tensor" if is_read(value) else "a size that depends on the numbers in a tensor"
-    raise NumberReadError(f"{what} {kind}", None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pdp_fx.tracing import recorder
+from pdp_fx.tracing import branches
 from tests.tracing.checks import Around, exact, opaque
 
 EXPERTS, WIDTH = 4, 4
@@ -309,6 +309,6 @@ class UntilNone(nn.Module):
 
 
 def test_a_loop_until_nothing_is_selected_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MOST_ASKED", 100)
+    monkeypatch.setattr(branches, "MOST_ASKED", 100)
     gm = exact(Around(UntilNone()), torch.randn(3, 4), 9 * torch.randn(5, 4))
     assert "branches on the numbers" in opaque(gm)["inner"]
