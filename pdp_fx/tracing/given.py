@@ -1,5 +1,6 @@
 """The checks of a graph's inputs: that what the graph relies on is as in the example."""
 
+import enum
 import operator
 from collections.abc import Hashable, Mapping
 from itertools import combinations
@@ -93,7 +94,23 @@ def check_inputs(facts: Facts, scope: Scope) -> Step:
     message = (
         f"this graph was traced with {wanted}; for anything else, trace with example_inputs that have it"
     )
-    return check_step(facts, message, scope, "")
+    kinds = [kind for value, fact in facts for kind in _kind(value, fact)]
+    return check_step([*facts, *kinds], message, scope, "")
+
+
+def _kind(value: Value, fact: Any) -> Facts:
+    """What tells an input from those that equal it: True, 1, 1.0 and members of an `IntEnum`."""
+    if place_of(value) is None:
+        return []
+    if isinstance(fact, bool):
+        return [(Expr(operator.is_, (value, fact)), True)]
+    is_truth = [(Expr(operator.is_, (value, bool(fact))), False)] if fact in (0, 1) else []
+    return is_truth + [(Expr(hasattr, (value, has)), True) for kind, has in _HAVE if isinstance(fact, kind)]
+
+
+# What is not there `torch.compile` cannot ask of a number.
+_HAVE = ((enum.Enum, "_name_"), (int, "bit_count"), (float, "hex"))
+"""Attributes that numbers of these types have, also those of NumPy, and others have not."""
 
 
 def plain_parts(value: Value, example: Any, ordered: bool, around: frozenset[int] = frozenset()) -> Facts:

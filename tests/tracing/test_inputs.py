@@ -6,7 +6,7 @@ import math
 import pickle
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -307,6 +307,42 @@ def test_the_graph_checks_all_in_its_inputs_that_is_no_tensor(example: Any, othe
         gm(with_tensor(other), Size.HALF)
     with pytest.raises(AssertionError, match="HALF"):
         gm(with_tensor(example), Size.FULL)
+
+
+class Reduction(enum.IntEnum):
+    """A choice that is a number, too."""
+
+    MEAN = 1
+
+
+class ByKind(nn.Module):
+    """Goes by what kind of number it is given."""
+
+    def forward(self, x: Tensor, given: Any, options: Mapping[str, Any]) -> Tensor:
+        kinds = (type(each).__name__ for each in (given, options["all"][0]))
+        return sum((x * len(kind) for kind in kinds), x)
+
+
+KINDS_OF_ONE = [1, True, 1.0, Reduction.MEAN]
+
+
+@pytest.mark.parametrize("example", KINDS_OF_ONE, ids=repr)
+def test_what_equals_a_number_of_the_example_may_be_of_another_type(example: Any) -> None:
+    x = rows(2)
+    gm = exact(ByKind(), (x, example, {"all": [example]}))
+    compiled = torch.compile(gm, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x, example, {"all": [example]}), gm(x, example, {"all": [example]}))
+    for other in KINDS_OF_ONE:
+        if type(other) is not type(example) and not (other is Reduction.MEAN and example == 1):
+            with pytest.raises(AssertionError, match="traced with"):
+                gm(x, other, {"all": [example]})
+            with pytest.raises(AssertionError, match="traced with"):
+                gm(x, example, {"all": [other]})
+
+
+def test_numbers_of_numpy_count_as_those_of_python() -> None:
+    gm = exact(ByKind(), (rows(2), 3, {"all": [0.5]}))
+    gm(rows(2), np.int64(3), {"all": [np.float64(0.5)]})
 
 
 DOUBLED: Callable[[Tensor], Tensor] = lambda x: x * 2  # noqa: E731
