@@ -141,7 +141,7 @@ class ChannelPolicy(MaskPolicy):
 
 def set_table(owner: nn.Module, name: str, places: tuple[int, ...]) -> None:
     """Register a non-persistent index buffer, or fill the one that is there."""
-    old, made = owner._buffers.get(name), torch.tensor(places, dtype=torch.int64)
+    old, made = owner._buffers.get(name), torch.tensor(places, dtype=torch.int64, device="cpu")
     if old is None or old.is_meta:
         device = next((b.device for b in owner.buffers(recurse=False) if not b.is_meta), None)
         owner.register_buffer(name, made.to(device), persistent=False)

@@ -175,7 +175,7 @@ class Pruner(nn.Module):
         self.seal.fill_(self._seal())
 
     def _seal(self) -> int:
-        return seal(self.rules, self.spec.allocation, self.computed)
+        return seal(self.rules, self.spec, self.computed)
 
     def set_tables(self) -> None:
         """Set what follows from the rules, the targets and the counter, and what checkpoints leave out."""
@@ -292,10 +292,16 @@ def find_all(model: nn.Module) -> list[tuple[fx.GraphModule, Pruner]]:
 def _refuse_other_targets(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *rest: list[str]
 ) -> None:
-    """A hook of load_state_dict: report as errors what in the checkpoint was trained for other targets."""
+    """A hook of load_state_dict: report as errors what in the checkpoint was trained for other targets.
+
+    Torch loads what it can all the same, so the present schedule is put in the place of that one.
+    """
     pruner, errors = cast(Pruner, module), rest[-1]
-    masks, spec = pruner.mask_items(), pruner.spec
-    errors += conflicts(masks, pruner.rules, spec.allocation, pruner.computed, state, prefix)
+    found = conflicts(pruner.mask_items(), pruner.rules, pruner.spec, pruner.computed, state, prefix)
+    if found:
+        own = pruner.state_dict(prefix=prefix, keep_vars=True)
+        state.update({key: own[key] for key in state.keys() & own.keys()})
+    errors += found
 
 
 def _accept_dense_checkpoint(module: nn.Module, incompatible: Any) -> None:

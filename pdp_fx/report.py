@@ -79,8 +79,9 @@ class Report:
 
     @property
     def sparsity(self) -> float:
-        """Share of all conv and linear weights that are 0 or removed."""
-        return 1 - sum(row.left for row in self.rows) / max(sum(row.weights for row in self.rows), 1)
+        """Share of all conv and linear weights that are 0 or removed; 0 if there are none."""
+        weights = sum(row.weights for row in self.rows)
+        return 1 - sum(row.left for row in self.rows) / weights if weights else 0.0
 
     @property
     def macs(self) -> int | None:

@@ -397,3 +397,7 @@ def test_a_new_head_behind_pruned_channels_is_counted_as_convert_leaves_it(class
     row = rows(pdp_fx.report(masked))["2"]
     assert (row.weights, row.left) == (16 * classes, 8 * classes)
     assert pdp_fx.convert(masked).get_parameter("2.weight").shape == (classes, 8)
+
+
+def test_a_model_without_weights_is_not_sparse() -> None:
+    assert pdp_fx.report(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()), torch.randn(2, 4)).sparsity == 0

@@ -17,7 +17,9 @@ class PruningCallback(TrainerCallback):
 
     Once after each epoch or each step of the optimizer, as the spec's schedule is written. Resuming from a
     checkpoint of the trainer resumes the schedule, which is part of the model's state. An epoch is over with
-    its last step, for a checkpoint of that step is one from which the next epoch begins. The loss stays
+    its last step, for a checkpoint of that step is one from which the next epoch begins. Of data that does
+    not say how long it is the last step of an epoch cannot be told: there an epoch that the training ends
+    with is not counted. The loss stays
     yours: with `pruned_decay`, `compute_loss` adds `pdp_fx.penalty`. Where the trainer reads the model's
     config, as for label smoothing, set it: ``prepared.config = model.config``.
 
@@ -27,7 +29,7 @@ class PruningCallback(TrainerCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counted = False
+        self._counted, self._stepped = False, False
 
     def on_init_end(
         self,
@@ -80,7 +82,7 @@ class PruningCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Begin an epoch that has not been counted."""
-        self._counted = False
+        self._counted, self._stepped = False, False
 
     def on_step_end(
         self,
@@ -90,6 +92,7 @@ class PruningCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Advance a schedule that counts steps, and in the last step of an epoch one that counts epochs."""
+        self._stepped = True
         advance(kwargs["model"], "step")
         if float(state.epoch).is_integer():
             self._count_epoch(kwargs["model"])
@@ -103,9 +106,10 @@ class PruningCallback(TrainerCallback):
     ) -> None:
         """Advance a schedule that counts epochs, if `on_step_end` could not tell which step was the last.
 
-        An epoch that the training ends in is not counted: a run that goes on from there trains its rest.
+        An epoch that the training ends in is not counted: a run that goes on from there trains its rest. Nor
+        is one without a step, which a resumed training has only skipped.
         """
-        if not control.should_training_stop:
+        if self._stepped and not control.should_training_stop:
             self._count_epoch(kwargs["model"])
 
     def _count_epoch(self, model: nn.Module) -> None:

@@ -192,3 +192,32 @@ def test_the_callback_steps_each_prepared_model(tmp_path: Path) -> None:
         2,
         8,
     ]
+
+
+class ByHand(LightningModule):
+    """A module of a user who steps two optimizers himself, one three times a batch, one every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.often, self.seldom = classifier("step").net, classifier("step").net
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Classify by each."""
+        often, seldom = self.optimizers()
+        for optimizer, net in [(often, self.often)] * 3 + [(seldom, self.seldom)] * (batch_idx % 2):
+            optimizer.zero_grad()
+            self.manual_backward(functional.cross_entropy(net(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Plain SGD."""
+        return [torch.optim.SGD(net.parameters(), 0.05) for net in (self.often, self.seldom)]
+
+
+def test_each_schedule_counts_the_steps_of_the_optimizer_of_its_model(tmp_path: Path) -> None:
+    module, callback = ByHand(), PruningCallback()
+    for trainings in (1, 2):
+        trainer(tmp_path, 1, callbacks=[callback], enable_checkpointing=False).fit(module, loader())
+        counters = [int(state(net).counter) for net in (module.often, module.seldom)]
+        assert counters == [12 * trainings, 2 * trainings]

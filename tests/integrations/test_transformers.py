@@ -1,6 +1,7 @@
 """The callback for the Trainer of transformers in real runs on the CPU."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,12 @@ def prepared(per: Unit, epsilon: float = 0.25) -> fx.GraphModule:
 
 
 def train(
-    model: torch.nn.Module, folder: Path, epochs: int, resume: bool | str = False, **given: Any
+    model: torch.nn.Module,
+    folder: Path,
+    epochs: int,
+    resume: bool | str = False,
+    data: Any = None,
+    **given: Any,
 ) -> None:
     options: dict[str, Any] = {"save_strategy": "no"} | given
     arguments = TrainingArguments(
@@ -77,7 +83,7 @@ def train(
         logging_strategy="no",
         **options,
     )
-    runner = Trainer(model, arguments, train_dataset=examples(), callbacks=[PruningCallback()])  # pyright: ignore[reportArgumentType]
+    runner = Trainer(model, arguments, train_dataset=data or examples(), callbacks=[PruningCallback()])
     runner.train(resume_from_checkpoint=resume)
 
 
@@ -261,3 +267,20 @@ def test_a_pruned_language_model_generates_as_its_graph_does() -> None:
     )
     assert torch.equal(got, wanted)
     assert sum(map(torch.numel, own.parameters())) < sum(map(torch.numel, model.parameters()))
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """Data that does not say how long it is."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(examples())
+
+
+@pytest.mark.long
+def test_an_epoch_in_which_a_resumed_training_only_skips_does_not_count(tmp_path: Path) -> None:
+    counters: list[int] = []
+    for resume in (False, str(tmp_path / "checkpoint-6")):
+        model = prepared("epoch")
+        train(model, tmp_path, 1, resume, data=Stream(), max_steps=15, save_strategy="steps", save_steps=6)
+        counters.append(int(state(model).counter))
+    assert counters == [3, 3]

@@ -349,3 +349,95 @@ def test_a_dense_checkpoint_has_nothing_for_the_parameters_of_a_policy_that_was_
     with pytest.raises(RuntimeError, match=r"Missing key.*pdp\.masks\.\w+\.scale"):
         emptied.load_state_dict(Net().state_dict())
     prepared(rule).load_state_dict(Net().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "gone"),
+    [
+        (Unstructured(0.5), Unstructured(0.9), 0.9),
+        (NM(2, 4), NM(1, 4), 0.75),
+        (Channels(ratio=0.25), Channels(ratio=0.75), None),
+    ],
+)
+def test_a_checkpoint_that_is_refused_leaves_the_schedule_as_it_was(
+    saved: Rule, mine: Rule, gone: float | None
+) -> None:
+    trained, model, fresh = stepped(saved), prepared(mine), prepared(mine)
+    checkpoint = trained.state_dict()
+    with pytest.raises(RuntimeError, match=r"begin with 'pdp\.'"):
+        model.load_state_dict(checkpoint)
+    assert int(state(model).counter) == 0
+    weights = {key: value for key, value in checkpoint.items() if not key.startswith("pdp.")}
+    for each in (model, fresh):
+        each.load_state_dict(weights)
+        for _ in range(6):
+            pdp_fx.step(each)
+    assert pruned_counts(model) == pruned_counts(fresh)
+    if gone is not None:
+        weights_left = [p for p in pdp_fx.convert(model).parameters() if p.ndim > 1]
+        zeros, size = (sum(int(f(p)) for p in weights_left) for f in (lambda p: (p == 0).sum(), Tensor.numel))
+        assert zeros / size == pytest.approx(gone, abs=0.01)
+
+
+SAME_TOTAL = PruneSpec(
+    None, {"0": Unstructured(0.25), "2": Unstructured(0.75)}, Schedule(0, 0.5), allocation="uniform"
+)
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "message"),
+    [
+        (
+            SAME_TOTAL,
+            PruneSpec(Unstructured(0.5), schedule=Schedule(0, 0.5), allocation="uniform"),
+            "targets in 0_weight are 64 weights, but .* for 128 weights",
+        ),
+        (
+            PruneSpec(None, SAME_TOTAL.overrides, Schedule(0, 0.5)),
+            PruneSpec(Unstructured(0.5), schedule=Schedule(0, 0.5)),
+            r"follow other rules, .* than Unstructured\(ratio=0.5\) with",
+        ),
+        (
+            PruneSpec(Unstructured(0.5), schedule=Schedule(0, 0.5)),
+            PruneSpec(Unstructured(0.5), schedule=Schedule(0, 0.5), min_keep=1.0),
+            "another way of allocation, than .* min_keep=1",
+        ),
+        (
+            PruneSpec(Unstructured(0.5), schedule=Schedule(100, 0.5, per="step")),
+            PruneSpec(Unstructured(0.5), schedule=Schedule(100, 0.5)),
+            "schedule counts steps, and the spec's per='epoch'",
+        ),
+    ],
+    ids=["uniform", "global", "min_keep", "per"],
+)
+def test_a_checkpoint_of_another_spec_with_the_same_total_is_refused(
+    saved: PruneSpec, mine: PruneSpec, message: str
+) -> None:
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), torch.randn(2, 16)
+    model = pdp_fx.prepare(net, saved, x)
+    pdp_fx.step(model)
+    with pytest.raises(RuntimeError, match=message):
+        pdp_fx.prepare(net, mine, x).load_state_dict(model.state_dict())
+    pdp_fx.prepare(net, saved, x).load_state_dict(model.state_dict())
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_checkpoint_whose_whole_numbers_were_cast_is_refused(rule: Rule, dtype: torch.dtype) -> None:
+    cast = {key: value.to(dtype) for key, value in stepped(rule).state_dict().items()}
+    with pytest.raises(RuntimeError, match=rf"whole numbers of the schedule are {dtype} in the checkpoint"):
+        prepared(rule).load_state_dict(cast)
+
+
+@every_rule
+def test_loading_does_not_go_by_the_default_device(rule: Rule) -> None:
+    model, saved = prepared(rule), stepped(rule)
+    with torch.device("meta"):
+        model.load_state_dict(saved.state_dict())
+    assert pruned_counts(model) == pruned_counts(saved)
+
+
+def test_what_is_no_tensor_in_a_checkpoint_is_told_by_torch() -> None:
+    arrays = {key: value.numpy() for key, value in stepped(NM(2, 4)).state_dict().items()}
+    with pytest.raises(RuntimeError, match="expected torch.Tensor or Tensor-like object"):
+        prepared(NM(2, 4)).load_state_dict(arrays)
