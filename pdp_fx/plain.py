@@ -13,7 +13,7 @@ from torch import fx
 
 from pdp_fx.naming import free_name
 from pdp_fx.ops.data import data_of
-from pdp_fx.pickling import exact
+from pdp_fx.standalone import exact
 from pdp_fx.tracing.modes import called_modules
 from pdp_fx.tracing.objects import (
     Apply,

@@ -22,10 +22,11 @@ from pdp_fx.tracing.steps import Expr, Step
 
 
 class _Told(NamedTuple):
-    """What the code tells a block: whether its device is computed, and whether it names a dtype."""
+    """What the code tells a block: whether its device is computed; if it names a dtype, and what to keep."""
 
     computed: bool = False
     dtype: bool = True
+    cache: bool = True
 
 
 @contextmanager
@@ -36,8 +37,9 @@ def recording_autocast(recorder: Recorder) -> Generator[None, None, None]:
 
     def autocast_init(self: torch.autocast, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
-        told[self] = _Told(type(self) is torch.autocast and _computes_device(), dtype is not None)
+        named = dict(zip(("device_type", "dtype", "enabled", "cache_enabled"), args, strict=False)) | kwargs
+        says = (named.get(name) is not None for name in ("dtype", "cache_enabled"))
+        told[self] = _Told(type(self) is torch.autocast and _computes_device(), *says)
 
     def autocast_enter(self: torch.autocast) -> Any:
         if not recorder.inside:
@@ -61,7 +63,8 @@ def recording_autocast(recorder: Recorder) -> Generator[None, None, None]:
 
 def _enter(recorder: Recorder, context: torch.autocast, told: _Told) -> Step:
     dtype = context.fast_dtype if context._enabled and told.dtype else None
-    args = (context.device, dtype, context._enabled, context._cache_enabled)
+    cache = context._cache_enabled if told.cache else None
+    args = (context.device, dtype, context._enabled, cache)
     step = recorder.step("call_function", torch.amp.autocast_mode._enter_autocast, args, {})
     if told.computed and recorder.placed is not None and recorder.placed[1].type == context.device:
         device = Expr(getattr, (Expr(getattr, (recorder.placed[0], "device")), "type"))

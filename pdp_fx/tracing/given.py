@@ -104,7 +104,7 @@ def _kind(value: Value, fact: Any) -> Facts:
         return []
     if isinstance(fact, bool):
         return [(Expr(operator.is_, (value, fact)), True)]
-    is_truth = [(Expr(operator.is_, (value, bool(fact))), False)] if fact in (0, 1) else []
+    is_truth: Facts = [(Expr(operator.is_, (value, bool(fact))), False)] if fact in (0, 1) else []
     return is_truth + [(Expr(hasattr, (value, has)), True) for kind, has in _HAVE if isinstance(fact, kind)]
 
 

@@ -11,12 +11,13 @@ from typing import Any, Self, TypeVar
 from torch import fx, nn
 from torch.fx.graph import PythonCode
 
+from pdp_fx.standalone import restored_on_errors
 from pdp_fx.tracing.blocks import gather_blocks, in_blocks
 from pdp_fx.tracing.copying import copied
 from pdp_fx.tracing.leaves import is_whole
 from pdp_fx.tracing.objects import join_methods
 from pdp_fx.tracing.recomputing import in_functions, recomputed_parts
-from pdp_fx.tracing.restoring import changed_settings, restored_on_errors
+from pdp_fx.tracing.restoring import changed_settings
 from pdp_fx.tracing.serial import GraphText, graph_from_text, graph_to_text
 from pdp_fx.tracing.shells import keep_state, shell_of
 from pdp_fx.tracing.writer import CONSTANT

@@ -1,27 +1,18 @@
 """Blocks of gradient modes and of autocast, which an error that leaves them must end, too.
 
-A graph is flat: one node enters a block, another restores what was before. Only the generated code has an
-error between the two restore it, so that a failed call leaves the caller's process as it was. Where a graph
-is run node by node, `blocks_ended` does so.
+The generated code does so (`standalone.restored_on_errors`). Where a graph is run node by node,
+`blocks_ended` does.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from pdp_fx import standalone
+from pdp_fx.standalone import Span
 from pdp_fx.tracing.modes import function_of
-
-_CASTS = torch.amp.autocast_mode._enter_autocast
-
-_ENDED_BY: dict[Any, Any] = {
-    torch.is_grad_enabled: torch._C._set_grad_enabled,
-    _CASTS: torch.amp.autocast_mode._exit_autocast,
-}
-"""What ends a block, given the value of the node that enters it."""
-
 
 _CASTING = ("cpu", "cuda")
 """The types of devices whose settings of autocast are restored."""
@@ -54,70 +45,6 @@ def _open_casts() -> int:
     return torch.autocast_decrement_nesting()
 
 
-class Span(NamedTuple):
-    """A block that changes a setting, from one node to another.
-
-    Attributes:
-        entry: the node whose value restores the setting.
-        end: the node that does so.
-    """
-
-    entry: fx.Node
-    end: fx.Node
-
-
 def changed_settings(graph: fx.Graph) -> list[Span]:
-    """The blocks of a graph, those inside others first; each is beside or wholly inside another.
-
-    Those inside a block of their kind end, too: torch counts the open blocks of autocast, and forgets the
-    weights that it has cast when there are none.
-    """
-    found: list[Span] = []
-    entered: list[fx.Node] = []
-    for node in graph.nodes:
-        end = _ENDED_BY.get(node.target)
-        if end is not None and any(function_of(user) is end for user in node.users):
-            entered.append(node)
-        elif entered and entered[-1] in node.all_input_nodes:
-            found.append(Span(entered.pop(), node))
-    return found
-
-
-def restored_on_errors(body: Sequence[str], spans: Sequence[Span]) -> list[str]:
-    """The lines of a graph's code, in which an error that leaves a block restores what was before it.
-
-    Blocks of autocast are written as such, which every version of torch compiles.
-
-    Args:
-        body: the lines that fx generates, whose blocks of code are those of the nodes.
-        spans: what `changed_settings` has found in the graph.
-    """
-    lines = "".join(body).splitlines(keepends=True)
-    for entry, end in spans:
-        first, last = (_line_of(node, lines) for node in (entry, end))
-        before, *inside = lines[first : last + 1]
-        margin = before[: len(before) - len(before.lstrip())]
-        if entry.target is _CASTS:
-            call, _, freed = before.partition("._enter_autocast(")[2].rstrip().partition(";  ")
-            computes = any(line.lstrip()[:1] not in ("", "#") for line in inside[:-1])
-            # fx puts comments between the nodes, which are not enough for a block.
-            begun = freed or ("" if computes else "pass")
-            inside = [f"{margin}{begun}\n" if begun else "", *inside[:-1]]
-            lines[first : last + 1] = [f"{margin}with torch.autocast({call}:\n", *_indented(inside)]
-        else:
-            lines[first + 1 : last + 1] = [
-                f"{margin}try:\n",
-                *_indented(inside),
-                f"{margin}except BaseException:\n",
-                f"{margin}    torch._C._set_grad_enabled({entry!r})\n",
-                f"{margin}    raise\n",
-            ]
-    return lines
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" for line in lines if line.strip()]
-
-
-def _line_of(node: fx.Node, lines: Sequence[str]) -> int:
-    return next(i for i, line in enumerate(lines) if line.lstrip().startswith(f"{node!r} = "))
+    """`standalone.changed_settings` of a graph whose calls may be for one mode only."""
+    return standalone.changed_settings(graph, function_of)

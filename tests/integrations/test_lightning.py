@@ -195,7 +195,7 @@ def test_the_callback_steps_each_prepared_model(tmp_path: Path) -> None:
 
 
 class ByHand(LightningModule):
-    """A module of a user who steps two optimizers himself, one three times a batch, one every second batch."""
+    """A module of a user who steps two optimizers, one three times a batch, one every second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,8 @@ class ByHand(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Classify by each."""
-        often, seldom = self.optimizers()
+        optimizers: Any = self.optimizers()
+        often, seldom = optimizers
         for optimizer, net in [(often, self.often)] * 3 + [(seldom, self.seldom)] * (batch_idx % 2):
             optimizer.zero_grad()
             self.manual_backward(functional.cross_entropy(net(batch[0]), batch[1]))

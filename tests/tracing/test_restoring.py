@@ -1,6 +1,10 @@
 """A call that fails inside a block of a model leaves gradients and autocast as they were."""
 
+import copy
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +107,44 @@ def test_blocks_compile_without_graph_breaks(model: nn.Module, block: str) -> No
     assert block in gm.code
     compiled = torch.compile(gm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), gm(x))
+
+
+ASKED = """
+import pickle, sys, torch
+model = pickle.load(open(sys.argv[1], "rb"))
+for one in (model, pickle.loads(pickle.dumps(model))):
+    try:
+        one(torch.randn(3, 5))
+        raise SystemExit("no error")
+    except RuntimeError:
+        print(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), "pdp_fx" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("model", [Still(), Cast(True), Nested()], ids=["grad", "autocast", "nested"])
+def test_a_failed_call_of_a_converted_model_leaves_settings_as_they_were(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    x = torch.randn(3, 4)
+    prepared = prepare(model, PruneSpec(Unstructured(0.5), schedule=Schedule(0, 1.0)), x)
+    step(prepared)
+    converted = convert(prepared)
+    for one in (converted, copy.deepcopy(converted), copy.copy(converted)):
+        one.recompile()
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            one(torch.randn(3, 5))
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert open_blocks() == 0
+        assert one(x).equal(converted(x))
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), converted(x))
+    exported = torch.export.export(nn.Sequential(converted), (x,)).module()
+    torch.testing.assert_close(exported(x), converted(x))
+    (tmp_path / "model").write_bytes(pickle.dumps(converted))
+    command = [sys.executable, "-I", "-c", ASKED, str(tmp_path / "model")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["True", "False", "False"] * 2
 
 
 class OfOneSize(nn.Module):

@@ -1,9 +1,13 @@
-"""`exact`: a graph module that pickles, and is copied, as the calls that build its graph.
+"""`exact`: a graph module that pickles as the calls that build its graph, and restores settings on errors.
 
 `torch.fx` pickles a graph module as source code, and traces that code again when it is loaded. What does not
 depend on an input, such as a random number or a slice of a buffer, is then computed once and frozen; and what
 a proxy cannot do, such as assigning to a slice, fails. Every graph module has a class of its own anyway,
 which is where the methods for another way are set.
+
+A graph is flat: one node enters a block of autocast or without gradients, another restores what was before.
+Only the generated code has an error between the two restore it, so that a failed call leaves the caller's
+process as it was.
 
 Whoever loads such a pickle may not have this package, and may pickle again what is loaded. So all calls are
 of torch and of Python's library, and the text of this file, which imports nothing else, is in each pickle:
@@ -18,24 +22,36 @@ import operator
 import pickle
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import PythonCode
 from torch.fx.node import _get_qualified_name, map_aggregate
 
 _TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "training")
 
 
 def exact(bare: fx.GraphModule) -> fx.GraphModule:
-    """Set the methods by which this one graph module pickles and is copied as described above."""
+    """Set the methods by which this one graph module does what is described above."""
     kind: Any = type(bare)
+    kind.recompile = _recompile
     kind.__reduce__ = _reduce
     kind.__copy__ = _copy
     kind._deepcopy_init = _copier
+    bare.recompile()
     return bare
+
+
+def _recompile(bare: fx.GraphModule) -> PythonCode:
+    """Generate the code of the graph, in which an error that leaves a block restores what was before it."""
+    spans = changed_settings(bare.graph)
+    if not spans:
+        return fx.GraphModule.recompile(bare)
+    with bare.graph.on_generate_code(lambda _: partial(restored_on_errors, spans=spans)):
+        return fx.GraphModule.recompile(bare)
 
 
 def _copy(bare: fx.GraphModule) -> fx.GraphModule:
@@ -120,3 +136,87 @@ def _is_known_to_pickle(function: Callable[..., Any]) -> bool:
         return pickle.loads(pickle.dumps(function)) is function
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         return False
+
+
+_CASTS = torch.amp.autocast_mode._enter_autocast
+
+_ENDED_BY: dict[Any, Any] = {
+    torch.is_grad_enabled: torch._C._set_grad_enabled,
+    _CASTS: torch.amp.autocast_mode._exit_autocast,
+}
+"""What ends a block, given the value of the node that enters it."""
+
+
+class Span(NamedTuple):
+    """A block that changes a setting, from one node to another.
+
+    Attributes:
+        entry: the node whose value restores the setting.
+        end: the node that does so.
+    """
+
+    entry: fx.Node
+    end: fx.Node
+
+
+def changed_settings(
+    graph: fx.Graph, function_of: Callable[[fx.Node], Any] = lambda node: node.target
+) -> list[Span]:
+    """The blocks of a graph, those inside others first; each is beside or wholly inside another.
+
+    Those inside a block of their kind end, too: torch counts the open blocks of autocast, and forgets the
+    weights that it has cast when there are none.
+
+    Args:
+        graph: the graph.
+        function_of: what a node calls.
+    """
+    found: list[Span] = []
+    entered: list[fx.Node] = []
+    for node in graph.nodes:
+        end = _ENDED_BY.get(node.target)
+        if end is not None and any(function_of(user) is end for user in node.users):
+            entered.append(node)
+        elif entered and entered[-1] in node.all_input_nodes:
+            found.append(Span(entered.pop(), node))
+    return found
+
+
+def restored_on_errors(body: Sequence[str], spans: Sequence[Span]) -> list[str]:
+    """The lines of a graph's code, in which an error that leaves a block restores what was before it.
+
+    Blocks of autocast are written as such, which every version of torch compiles.
+
+    Args:
+        body: the lines that fx generates, whose blocks of code are those of the nodes.
+        spans: what `changed_settings` has found in the graph.
+    """
+    lines = "".join(body).splitlines(keepends=True)
+    for entry, end in spans:
+        first, last = (_line_of(node, lines) for node in (entry, end))
+        before, *inside = lines[first : last + 1]
+        margin = before[: len(before) - len(before.lstrip())]
+        if entry.target is _CASTS:
+            call, _, freed = before.partition("._enter_autocast(")[2].rstrip().partition(";  ")
+            computes = any(line.lstrip()[:1] not in ("", "#") for line in inside[:-1])
+            # fx puts comments between the nodes, which are not enough for a block.
+            begun = freed or ("" if computes else "pass")
+            inside = [f"{margin}{begun}\n" if begun else "", *inside[:-1]]
+            lines[first : last + 1] = [f"{margin}with torch.autocast({call}:\n", *_indented(inside)]
+        else:
+            lines[first + 1 : last + 1] = [
+                f"{margin}try:\n",
+                *_indented(inside),
+                f"{margin}except BaseException:\n",
+                f"{margin}    torch._C._set_grad_enabled({entry!r})\n",
+                f"{margin}    raise\n",
+            ]
+    return lines
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines if line.strip()]
+
+
+def _line_of(node: fx.Node, lines: Sequence[str]) -> int:
+    return next(i for i, line in enumerate(lines) if line.lstrip().startswith(f"{node!r} = "))
