@@ -16,6 +16,7 @@ from pdp_fx.tracing.structure import (
     BASE_TYPES,
     as_base,
     attributes,
+    defaults,
     has_tensors,
     is_object,
     is_opaque,
@@ -131,8 +132,6 @@ def plain_parts(value: Value, example: Any, ordered: bool, around: frozenset[int
     if is_opaque(example):
         return [(value, Expr(Held(example), ()))]
     parts = _parts(value, example)
-    if is_object(example) and not is_record(example) and not has_tensors(example):
-        parts = [(Expr(getattr, (value, name)), part) for name, part in attributes(example).items()]
     around |= {id(example)}
     new = [(inner, part) for inner, part in parts if id(part) not in around]
     facts = [fact for inner, part in new for fact in plain_parts(inner, part, ordered, around)]
@@ -148,10 +147,13 @@ def plain_parts(value: Value, example: Any, ordered: bool, around: frozenset[int
 
 
 def _parts(value: Value, example: Any) -> list[tuple[Value, Any]]:
-    """The parts of a container or record, and how to reach them."""
-    if not isinstance(example, list | tuple | Mapping) and not is_record(example):
-        return []
-    return reached(value, example)
+    """What a container, a record or an object without tensors holds, and how to reach it."""
+    contained = isinstance(example, list | tuple | Mapping)
+    parts = reached(value, example) if contained else []
+    if is_object(example) and (not has_tensors(example) or (is_record(example) and not contained)):
+        held = {**defaults(type(example)), **attributes(example)}
+        parts += [(Expr(getattr, (value, name)), part) for name, part in held.items()]
+    return parts
 
 
 def batch_sizes(given: Tensors, size: int | None) -> Facts:

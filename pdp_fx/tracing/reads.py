@@ -357,12 +357,22 @@ def _overwrite(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) ->
     """`tensor.data = value`, which to a graph is that the tensor's memory is overwritten.
 
     What was saved of the old memory for backward is lost so, which autograd has to see.
+
+    Raises:
+        UnrecordableError: the memory is that of another tensor at other sizes, which keeps what it holds.
     """
     recorder.origins.value(value)
+    own = recorder.origins.value(tensor)
+    if isinstance(own, Step) and own.called in _AT_TIMES_VIEWS:
+        raise UnrecordableError(f"sets the `data` of what {own.called} gives, a view at some sizes only")
     if storage_of(tensor) != storage_of(value):
         memory = recorder.function(torch.Tensor.detach, (tensor,), {})
         recorder.function(torch.Tensor.copy_, (memory, value), {})
         recorder.origins.replace_memory(tensor)
+
+
+_AT_TIMES_VIEWS = frozenset("reshape flatten ravel unflatten contiguous reshape_as".split())
+"""What gives a view of a tensor for some sizes, and a copy for others."""
 
 
 _READS: dict[str, Call] = {

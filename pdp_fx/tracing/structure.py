@@ -145,6 +145,16 @@ def attributes(value: object) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
 
 
+def defaults(kind: type) -> dict[str, Any]:
+    """The plain values that objects of a class have unless they are given others: attributes of the class."""
+    return {
+        name: value
+        for base in reversed(kind.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, BASE_TYPES) and not name.startswith("__")
+    }
+
+
 @cache
 def slots(kind: type) -> tuple[str, ...]:
     """The names of all slots of a class and those that it is derived from."""

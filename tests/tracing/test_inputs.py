@@ -8,7 +8,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -343,6 +343,44 @@ def test_what_equals_a_number_of_the_example_may_be_of_another_type(example: Any
 def test_numbers_of_numpy_count_as_those_of_python() -> None:
     gm = exact(ByKind(), (rows(2), 3, {"all": [0.5]}))
     gm(rows(2), np.int64(3), {"all": [np.float64(0.5)]})
+
+
+class Settings:
+    """An object whose values are those of its class, unless it is given others."""
+
+    scale = 2.0
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A record with a value of its class."""
+
+    x: Tensor
+    scale: ClassVar[float] = 2.0
+
+
+class Row(list[float]):
+    """A list of a class of its own."""
+
+
+class Scales(nn.Module):
+    """Multiplies by what an object says."""
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        return x * (given[1] if isinstance(given, list) else given.scale)
+
+
+@pytest.mark.parametrize("given", [Settings(), Scaled(torch.ones(2)), Row([1.0, 2.0])], ids=repr)
+def test_values_of_its_class_and_of_a_list_that_is_an_object_are_those_of_the_example(given: Any) -> None:
+    gm = exact(Scales(), (rows(2), copy.deepcopy(given)))
+    x = rows(3)
+    assert torch.equal(gm(x, given), x * 2)
+    if isinstance(given, list):
+        given[1] = 7.0
+    else:
+        given.scale = 7.0
+    with pytest.raises(AssertionError, match=r"traced with .*given(\.scale|\[1\])=2.0"):
+        gm(rows(3), given)
 
 
 DOUBLED: Callable[[Tensor], Tensor] = lambda x: x * 2  # noqa: E731

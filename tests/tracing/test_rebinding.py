@@ -248,6 +248,30 @@ def test_what_a_tensor_held_before_its_data_was_set_is_not_what_it_holds() -> No
     assert torch.equal(gm.get_parameter("layer.weight"), gm.get_buffer("average"))
 
 
+class Rows(nn.Module):
+    """Changes the numbers of rows that are a view of pictures in a batch of one, and a copy of more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        rows = y.permute(0, 2, 3, 1).reshape(-1, 4)
+        rows.data = rows.data * 0.5
+        return y + rows.mean()
+
+
+def test_data_is_not_set_of_what_may_be_a_view() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    with pytest.raises(TraceError, match="sets the `data` of what reshape gives, a view at some sizes only"):
+        trace(Rows(), x)
+    model = nn.Sequential(Rows())
+    gm = exact(model, x)
+    assert "0" in opaque(gm)
+    assert torch.equal(gm(x[:1]), model(x[:1]))
+
+
 class StartsEmpty(nn.Module):
     """Has nothing in its buffer at first, as a recurrent cell without a state."""
 
