@@ -15,13 +15,15 @@ from torch import Tensor, fx, nn
 from pdp_fx.channel_policy import ChannelPolicy
 from pdp_fx.channels.labels import Slot
 from pdp_fx.compiler import Context, Pass
+from pdp_fx.example_inputs import trial
 from pdp_fx.masks import MaskOwnWeight
 from pdp_fx.ops.explicit import mask_axis, reclass
-from pdp_fx.ops.kinds import ModuleKind, attribute, kind_of
+from pdp_fx.ops.kinds import ModuleKind, attribute, kind_of, owned_names
 from pdp_fx.ops.masked_norm import PLAIN
 from pdp_fx.passes.expose_parameters import swap_modules
 from pdp_fx.planning import parameters_of
 from pdp_fx.pruner import CHILD, Pruner
+from pdp_fx.weights.writes import left_by_eval
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class HardenMasks(Pass):
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> bool:
         gm.eval()
+        _settle(gm)
         ctx.put(Dropped(_dropped_rows(gm, ctx.get(Pruner))))
         _harden_inside(gm)
         for node in gm.graph.nodes:
@@ -47,6 +50,15 @@ class HardenMasks(Pass):
             _write_masked(gm, _evaluated(gm))
         delattr(gm, CHILD)
         return True
+
+
+def _settle(gm: fx.GraphModule) -> None:
+    """Write to parameters what the model itself writes to them, as by `clamp_`, before masks rank them."""
+    with trial(gm):
+        left = left_by_eval(gm, owned_names(gm))
+    with torch.no_grad():
+        for name, value in left.items():
+            gm.get_parameter(name).copy_(value)
 
 
 @dataclass(frozen=True)

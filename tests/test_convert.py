@@ -15,7 +15,7 @@ from torch.nn import functional
 import pdp_fx
 from pdp_fx import NM, Channels, PruneSpec, Schedule, StateError, Unstructured, VerifyError, proving
 from pdp_fx.compiler import Context, Pass
-from pdp_fx.granularity import Rule
+from pdp_fx.granularity import Rule, rule_text
 from pdp_fx.ops.kinds import named_modules
 from pdp_fx.passes.fold_batch_norm import FoldBatchNorm
 from pdp_fx.spec import Allocation
@@ -1271,3 +1271,40 @@ def test_a_part_that_makes_nested_tensors_keeps_its_channels() -> None:
     prepared = pdp_fx.prepare(model, at_once(Channels(0.5)), torch.randn(2, 5, 6))
     pdp_fx.step(prepared)
     assert pdp_fx.convert(prepared).get_parameter("0.weight").shape == (4, 6)
+
+
+class Writes(nn.Module):
+    """Writes to the weight of its layer before each use."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Conv2d(8, 8, 1), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.layer.weight.data)
+        return self.layer(x)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "clamped": lambda weight: weight.clamp_(-0.2, 0.2),
+    "signs": lambda weight: weight.sign_(),
+    "smaller each time": lambda weight: weight.mul_(0.9),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("rule", [Channels(ratio=0.5), Unstructured(0.6), NM(2, 4)], ids=rule_text)
+def test_weights_that_the_model_writes_to_are_ranked_as_it_leaves_them(
+    rule: Rule, write: Callable[[Tensor], object]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Writes(write), nn.Conv2d(8, 4, 3)).double()
+    x = torch.randn(2, 3, 8, 8).double()
+    prepared = pdp_fx.prepare(model, PruneSpec(rule, schedule=Schedule(0, 1.0)), x)
+    prepared(x).square().mean().backward()
+    with torch.no_grad():
+        for parameter in prepared.parameters():
+            parameter -= 0.05 * parameter.grad if parameter.grad is not None else 0
+    pdp_fx.step(prepared)
+    converted = pdp_fx.convert(prepared)
+    torch.testing.assert_close(converted(x), prepared.eval()(x))

@@ -469,6 +469,21 @@ def test_states_are_read_where_every_sequence_of_the_example_is_one_step(name: s
     assert converted.get_parameter("inner.weight_hh_l0").shape[1] < width
 
 
+@pytest.mark.parametrize("ratio", [0.4, 0.6, 0.9])
+def test_more_hidden_units_stay_than_projected_ones(ratio: float) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        inner = nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True, proj_size=4)
+        model, x = OfLengths(inner).double(), torch.randn(2, 5, 6).double()
+        example = x, torch.tensor([3, 5])
+        prepared = pdp_fx.prepare(model, PruneSpec(Channels(ratio=ratio), schedule=AT_ONCE), example)
+        pdp_fx.step(prepared)
+        converted = check_converted(model, prepared.eval(), [example])
+        small = cast(nn.LSTM, converted.get_submodule("inner"))
+        assert small.hidden_size == 5
+        assert small.proj_size < 4
+
+
 def test_what_one_step_does_not_show_is_shown_by_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdp_fx.channels.running._FlowInterpreter.read_state", lambda *_: None)
     torch.manual_seed(0)

@@ -78,15 +78,39 @@ def written_by_element(gm: fx.GraphModule, written: Writes, trains: set[fx.Node]
         written: what its `writes` are.
         trains: what is `idle_in_eval` in its graph.
     """
+    steps = _steps_writing(gm, written, trains)
+    return frozenset(name for name, own in steps.items() if _ignores_masks(gm, gm.get_parameter(name), own))
+
+
+def left_by_eval(gm: fx.GraphModule, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """What parameters hold after a call in eval mode that writes to them, as by `clamp_`, by their names.
+
+    Those are left out that a second call would change again.
+
+    Args:
+        gm: the graph module, inside a `trial` of it.
+        names: the name of every parameter and buffer by its id.
+    """
+    found: dict[str, Tensor] = {}
+    for name, steps in _steps_writing(gm, writes(gm, names), idle_in_eval(gm.graph)).items():
+        parameter = gm.get_parameter(name)
+        once, twice = (_run_on(gm, parameter, steps) for _ in range(2))
+        if torch.allclose(once, twice, rtol=0, atol=0, equal_nan=True):
+            found[name] = once
+    return found
+
+
+def _steps_writing(gm: fx.GraphModule, written: Writes, trains: set[fx.Node]) -> dict[str, list[fx.Node]]:
+    """The steps by which eval mode writes to parameters from stored values alone, by the names of these."""
     acting = [node for node in gm.graph.nodes if node in written and node not in trains]
     stored = stored_nodes(gm) if acting else set[fx.Node]()
-    found = set[str]()
+    found: dict[str, list[fx.Node]] = {}
     for name in sorted(set[str]().union(*(written[node] for node in acting))):
         writing = [node for node in acting if name in written[node]]
         steps = sorted({source for node in writing for source in sources_of(node)})
-        if stored.issuperset(steps) and _ignores_masks(gm, gm.get_parameter(name), steps):
-            found.add(name)
-    return frozenset(found)
+        if stored.issuperset(steps):
+            found[name] = steps
+    return found
 
 
 def _ignores_masks(gm: fx.GraphModule, parameter: nn.Parameter, steps: list[fx.Node]) -> bool:
@@ -99,14 +123,20 @@ def _ignores_masks(gm: fx.GraphModule, parameter: nn.Parameter, steps: list[fx.N
     def written(before: Tensor) -> Tensor:
         with torch.no_grad():
             parameter.copy_(before)
-            run_through(Interpreter(gm, garbage_collect_values=False), steps)
-            return parameter.detach().clone()
+        return _run_on(gm, parameter, steps)
 
     try:
         return torch.allclose(written(mask * numbers), mask * written(numbers), equal_nan=True)
     finally:
         with torch.no_grad():
             parameter.copy_(kept)
+
+
+def _run_on(gm: fx.GraphModule, parameter: nn.Parameter, steps: list[fx.Node]) -> Tensor:
+    """What a parameter holds after some steps; a copy."""
+    with torch.no_grad():
+        run_through(Interpreter(gm, garbage_collect_values=False), steps)
+    return parameter.detach().clone()
 
 
 def _only_trains(node: fx.Node) -> bool:
