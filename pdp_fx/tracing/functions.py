@@ -116,6 +116,14 @@ def only_looks(name: str, arguments: int) -> bool:
     return name in METADATA and not (name == "type" and arguments > 1)
 
 
+def who_hooks_too() -> str:
+    """Who else may have hooked what happens in a module, as the end of a sentence; nothing if nobody has."""
+    module = torch.nn.modules.module
+    if not (module._global_forward_pre_hooks or module._global_forward_hooks):
+        return ""
+    return ", or a hook of all modules does, as `FlopCounterMode` sets; call this outside of it"
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a torch function; for the getter of a tensor's property, the property's name.
 

@@ -154,7 +154,7 @@ class Recorder:
         """Run a torch function and record it."""
         name = functions.name_of(function)
         if name == "register_hook":
-            raise UnrecordableError("hooks the gradient of a tensor")
+            raise UnrecordableError(f"hooks the gradient of a tensor{functions.who_hooks_too()}")
         args, kwargs = functions.first_by_position(function, args, functions.in_own_names(function, kwargs))
         kwargs = functions.without_hints(name, args, kwargs)
         if name == "item" and self.branches.go_both_ways and is_drawn(self.arguments.encode(args[0])):
