@@ -345,7 +345,7 @@ def test_numbers_of_numpy_count_as_those_of_python() -> None:
     gm(rows(2), np.int64(3), {"all": [np.float64(0.5)]})
 
 
-class Constants:
+class Defaults:
     """An object whose values are those of its class, unless it is given others."""
 
     scale = 2.0
@@ -370,7 +370,9 @@ class Scales(nn.Module):
         return x * (given[1] if isinstance(given, list) else given.scale)
 
 
-@pytest.mark.parametrize("given", [Constants(), Scaled(torch.ones(2)), Row([1.0, 2.0])], ids=repr)
+@pytest.mark.parametrize(
+    "given", [Defaults(), Scaled(torch.ones(2)), Row([1.0, 2.0])], ids=lambda given: type(given).__name__
+)
 def test_values_of_its_class_and_of_a_list_that_is_an_object_are_those_of_the_example(given: Any) -> None:
     gm = exact(Scales(), (rows(2), copy.deepcopy(given)))
     x = rows(3)
@@ -386,7 +388,7 @@ def test_values_of_its_class_and_of_a_list_that_is_an_object_are_those_of_the_ex
 DOUBLED: Callable[[Tensor], Tensor] = lambda x: x * 2  # noqa: E731
 
 
-class Constants:
+class Settings:
     """An object without tensors that holds itself."""
 
     def __init__(self, kind: str) -> None:
