@@ -101,7 +101,8 @@ def given_to_unknown(gm: fx.GraphModule, ctx: Context) -> dict[str, str]:
     """
     sites, names = ctx.get(Sites), owned_names(gm)
     others = {id(attribute(gm, node.target)) for node in gm.graph.find_nodes(op="get_attr") if node.users}
-    others -= {id(gm.get_parameter(site.parameter)) for site in sites.weights}
+    used = {site.parameter for site in sites.weights}.union(*(by.sources for by in sites.stand_ins))
+    others -= {id(gm.get_parameter(name)) for name in used}
     weights = (
         names[id(parameter)]
         for module in ctx.modules.values()

@@ -102,7 +102,7 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
         known = findings.recording(training)
         if known is not None:
             return known
-        knowledge = findings.knowledge
+        knowledge, unproven = findings.knowledge, findings.unproven
         try:
             recording = _recorded(model, example, training, findings)
             if recording is None:
@@ -118,6 +118,10 @@ def _settled(model: nn.Module, example: ExampleCall, training: bool, findings: F
             # A cast that is replaced from now on may have been all that was wrong.
             if findings.knowledge == knowledge:
                 _learn(model, err, findings)
+        except Exception as err:
+            if findings.unproven == unproven:
+                raise
+            _log.info("fails where branches are followed as if something were selected: %s", err)
 
 
 def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: Findings) -> Recording | None:
@@ -134,11 +138,14 @@ def _recorded(model: nn.Module, example: ExampleCall, training: bool, findings: 
 
     if not findings.follows_draws:
         return again(None)
+    unproven = findings.unproven
     try:
         recording = again(lambda _: False)
     except UnrecordableError:
         raise
-    except Exception as err:  # noqa: BLE001 the model need not bear to be told what it has drawn
+    except Exception as err:  # the model need not bear to be told what it has drawn
+        if findings.unproven != unproven:
+            raise
         _log.info("fails where branches are not taken: %s", err)
         return None
     if not recording.draws:

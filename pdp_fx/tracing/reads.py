@@ -23,7 +23,7 @@ from pdp_fx.tracing.settings import HELD, is_users_question, note_asked_tensor
 from pdp_fx.tracing.shapes import check_step, length_of
 from pdp_fx.tracing.sizes import plain
 from pdp_fx.tracing.skipping import is_drawn, reads
-from pdp_fx.tracing.source import source_line, user_frame
+from pdp_fx.tracing.source import asker, source_line, user_frame
 from pdp_fx.tracing.steps import (
     TRUTH,
     Expr,
@@ -291,7 +291,9 @@ def _truth(recorder: Recorder, tensor: torch.Tensor) -> bool:
         recorder.checks.decided(Expr(operator.ne if truth else operator.eq, (value, 0)), check=TRUTH)
         return truth
     frame = user_frame()
-    if frame is None or not only_checks(frame, truth):
+    # `torch._assert` goes on with nothing but an error.
+    asserted = truth and asker().f_code is torch._assert.__code__
+    if not asserted and (frame is None or not only_checks(frame, truth)):
         way = recorder.branches.way(value, frame)
         if way is not None:
             return way

@@ -59,6 +59,9 @@ def record(
         return replace(recording, outcome=outcome(model, result, at_first), seconds=seconds)
     except Exception as err:
         recorder.failures.check(err)
+        if not empty and decoy is None:
+            # The model need not bear to be told that something is selected.
+            findings.unproven |= {asked.source for asked in recorder.branches.asked}
         raise
     finally:
         recorder.session.open = False

@@ -22,7 +22,7 @@ from pdp_fx.tracing.half import WidenedHalf
 from pdp_fx.tracing.replacing import entries, wherever_named
 from pdp_fx.tracing.shapes import check_step
 from pdp_fx.tracing.sizes import live
-from pdp_fx.tracing.source import is_generated, is_ours, is_users, source_line
+from pdp_fx.tracing.source import asker, is_generated, is_users, source_line
 from pdp_fx.tracing.steps import Attribute, Expr, InexactError, Value, is_input
 from pdp_fx.tracing.structure import tensors
 
@@ -276,10 +276,7 @@ def hold_call(
 
 def is_users_question() -> bool:
     """Whether the model's own code calls what asks this, and not torch."""
-    frame = sys._getframe()
-    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    return is_users(frame.f_code.co_filename)
+    return is_users(asker().f_code.co_filename)
 
 
 def _restores(frame: FrameType) -> bool:

@@ -55,6 +55,14 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
 
 
+def asker() -> FrameType:
+    """The innermost frame of code outside pdp_fx: the model's own, or that of torch or Python in between."""
+    frame = sys._getframe()
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def is_generated(frame: FrameType) -> bool:
     """Whether `torch.fx` has written the code that runs in a frame, from a graph."""
     return frame.f_code.co_filename.startswith("<eval_with_key>")

@@ -122,6 +122,15 @@ def test_weights_that_are_given_to_unknown_code_are_named() -> None:
         pdp_fx.prepare(nn.Sequential(Hands(4, 4)), SPEC, torch.randn(3, 4))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("rule", [Unstructured(0.5), Channels(ratio=0.5)])
+def test_what_a_computed_weight_is_made_of_is_not_given_to_unknown_code(rule: Rule) -> None:
+    normed = (torch.nn.utils.weight_norm(nn.Conv2d(width, 8, 3, padding=1)) for width in (8, 8))
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), *normed, nn.Conv2d(8, 3, 1))
+    prepared = pdp_fx.prepare(model, at_once(rule), torch.randn(2, 2, 8, 8))
+    assert not pdp_fx.explain(prepared).skipped
+
+
 class Products(nn.Module):
     """Weights on either side of products of any kind."""
 

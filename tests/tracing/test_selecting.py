@@ -1,5 +1,7 @@
 """Branches that ask whether anything is selected, as layers of experts do."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -312,3 +314,38 @@ def test_a_loop_until_nothing_is_selected_is_kept_whole(monkeypatch: pytest.Monk
     monkeypatch.setattr(branches, "MOST_ASKED", 100)
     gm = exact(Around(UntilNone()), torch.randn(3, 4), 9 * torch.randn(5, 4))
     assert "branches on the numbers" in opaque(gm)["inner"]
+
+
+def insist(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+class Checked(nn.Module):
+    """Refuses numbers that are too small, in a way that asks whether all are large enough."""
+
+    def __init__(self, check: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.check = check
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check((x > -9).all())
+        return x * 2
+
+
+def test_an_assertion_of_torch_is_checked_by_the_graph() -> None:
+    gm = exact(Around(Checked(lambda ok: torch._assert(ok, "too small"))), torch.randn(3, 4))
+    assert not opaque(gm)
+    assert "_assert_scalar" in gm.code
+    small = torch.zeros(3, 4)
+    with torch.no_grad():
+        gm.get_parameter("before.bias").fill_(-10)
+        gm.get_parameter("before.weight").zero_()
+    with pytest.raises(RuntimeError, match="too small|failed"):
+        gm(small)
+
+
+@pytest.mark.parametrize("ask", [bool, torch.Tensor.item])
+def test_what_fails_as_if_nothing_held_is_kept_whole(ask: Callable[[Tensor], bool]) -> None:
+    gm = exact(Around(Checked(lambda ok: insist(ask(ok), "too small"))), torch.randn(3, 4), torch.zeros(2, 4))
+    assert set(opaque(gm)) == {"inner"}
