@@ -521,3 +521,32 @@ def test_the_code_shows_what_may_be_skipped() -> None:
     gm = exact(Skips("dropped", 1), torch.randn(3, 4))
     assert "if not lt:" in gm.code
     assert "kept_unless" in gm.code
+
+
+class ScaledAtRandom(nn.Module):
+    """Multiplies a branch by a random number, which the code makes a plain one, as shake-drop does."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.whole = nn.Linear(4, 8), nn.Linear(8, 4), whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.bernoulli(torch.full((1,), 0.5)) * 1.9
+        share = int(drawn) if self.whole else float(drawn)
+        return x + share / 0.5 * self.last(self.first(x).relu())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_random_number_that_is_cast_stays_one(whole: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), ScaledAtRandom(whole), nn.Linear(4, 2)), torch.randn(3, 4)
+    gm = exact(model, x)
+    assert not opaque(gm)
+    found: list[list[Tensor]] = []
+    for net in (model, gm):
+        found.append([])
+        for seed in SEEDS:
+            seed_all(seed)
+            found[-1].append(net(x))
+    assert all(map(torch.equal, *found))
+    assert any(not torch.equal(found[0][0], each) for each in found[0])
