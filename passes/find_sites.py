@@ -100,15 +100,14 @@ def given_to_unknown(gm: fx.GraphModule, ctx: Context) -> dict[str, str]:
         The reasons why they are no sites, as relative clauses, by the names of the parameters.
     """
     sites, names = ctx.get(Sites), owned_names(gm)
-    others = {id(attribute(gm, node.target)) for node in gm.graph.find_nodes(op="get_attr") if node.users}
+    read = {id(attribute(gm, node.target)) for node in gm.graph.find_nodes(op="get_attr") if node.users}
     used = {site.parameter for site in sites.weights}.union(*(by.sources for by in sites.stand_ins))
-    others -= {id(gm.get_parameter(name)) for name in used}
     weights = (
         names[id(parameter)]
         for module in ctx.modules.values()
         if isinstance(module, PRUNABLE)
         for name, parameter in module.named_parameters(recurse=False)
-        if name.startswith("weight") and id(parameter) in others
+        if name.startswith("weight") and id(parameter) in read and names[id(parameter)] not in used
     )
     why = "which no conv, linear or matmul is seen to use, nor what is computed of parameters alone"
     return {name: sites.out_of_reach.get(name, why) for name in weights}

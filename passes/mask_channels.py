@@ -138,20 +138,6 @@ def _fewest(variances: list[_Norm], group: ChannelGroup) -> tuple[int, list[tupl
     return least, sets
 
 
-def _beyond_projections(gm: fx.GraphModule, group: ChannelGroup) -> int:
-    """How many channels of a group must stay so that LSTMs have more hidden units than projected ones.
-
-    Torch takes an LSTM with as many of both for one without a projection.
-    """
-    sizes = [1]
-    for slot in group.members:
-        path, _, name = slot.tensor.rpartition(".")
-        layer = gm.get_submodule(path)
-        if isinstance(layer, nn.LSTM) and name.startswith("weight_hr") and slot.axis == 1:
-            sizes.append(layer.proj_size + 1)
-    return min(max(sizes), group.width)
-
-
 def _mask_group(
     gm: fx.GraphModule,
     ctx: Context,
@@ -180,7 +166,7 @@ def _mask_group(
         (*group.parts, *sets),
         block=_block(found, group, grouped),
         multiple=ALIGNED if np.isin(group.classes, found.aligned).any() else 1,
-        least=max(least, _beyond_projections(gm, group)),
+        least=least,
     )
     mask = make_mask(site, ChannelMask, ChannelPolicy)
     sites = ctx.get(Sites)

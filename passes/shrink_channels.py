@@ -67,6 +67,7 @@ class ShrinkChannels(Pass):
             with trial(gm):
                 found = analyse(gm, fresh(ctx.example_inputs), ctx.spec.through_norms)
         gone = _gone_classes(found, rows)
+        _keep_beyond_projections(gm, found, gone)
         _resize_nodes(gm, found, gone)
         _choose_of_constants(gm, found, gone)
         _slice_tensors(gm, found, gone)
@@ -91,6 +92,19 @@ def _gone_classes(found: ChannelMap, rows: dict[Slot, tuple[int, ...]]) -> np.nd
         if gone[group.classes].any():
             raise PassError(f"channels of {group.name} were to be removed, but must stay: {group.reasons[0]}")
     return gone
+
+
+def _keep_beyond_projections(gm: fx.GraphModule, found: ChannelMap, gone: np.ndarray) -> None:
+    """Let LSTMs have more hidden units than projected ones: as many as need be stay, though they are 0.
+
+    Torch takes an LSTM with as many of both for one without a projection.
+    """
+    for slot, hidden in found.slots.items():
+        path, _, name = slot.tensor.rpartition(".")
+        if slot.axis == 1 and name.startswith("weight_hr") and isinstance(gm.get_submodule(path), nn.LSTM):
+            projected = found.slots[Slot(slot.tensor, 0)]
+            missing = 1 + int((~gone[projected]).sum()) - int((~gone[hidden]).sum())
+            gone[hidden[gone[hidden]][: max(missing, 0)]] = False
 
 
 def _shortened(found: ChannelMap, gone: np.ndarray, constant: bool) -> dict[str, dict[int, np.ndarray]]:

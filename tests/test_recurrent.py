@@ -480,8 +480,7 @@ def test_more_hidden_units_stay_than_projected_ones(ratio: float) -> None:
         pdp_fx.step(prepared)
         converted = check_converted(model, prepared.eval(), [example])
         small = cast(nn.LSTM, converted.get_submodule("inner"))
-        assert small.hidden_size == 5
-        assert small.proj_size < 4
+        assert 4 > small.proj_size < small.hidden_size < 6
 
 
 def test_what_one_step_does_not_show_is_shown_by_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,15 +85,17 @@ def written_by_element(gm: fx.GraphModule, written: Writes, trains: set[fx.Node]
 def left_by_eval(gm: fx.GraphModule, names: Mapping[int, str]) -> dict[str, Tensor]:
     """What parameters hold after a call in eval mode that writes to them, as by `clamp_`, by their names.
 
-    Those are left out that a second call would change again.
+    Only where masks do not matter for that (`written_by_element`), and a second call changes nothing more.
 
     Args:
         gm: the graph module, inside a `trial` of it.
         names: the name of every parameter and buffer by its id.
     """
     found: dict[str, Tensor] = {}
-    for name, steps in _steps_writing(gm, writes(gm, names), idle_in_eval(gm.graph)).items():
-        parameter = gm.get_parameter(name)
+    written, trains = writes(gm, names), idle_in_eval(gm.graph)
+    steps_of = _steps_writing(gm, written, trains)
+    for name in sorted(written_by_element(gm, written, trains)):
+        parameter, steps = gm.get_parameter(name), steps_of[name]
         once, twice = (_run_on(gm, parameter, steps) for _ in range(2))
         if torch.allclose(once, twice, rtol=0, atol=0, equal_nan=True):
             found[name] = once
