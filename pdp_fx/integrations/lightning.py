@@ -92,8 +92,8 @@ class PruningCallback(Callback):
         """Advance a schedule that counts steps after each step of the optimizer of its model."""
         own = set(gm.parameters())
         optimizers = trainer.optimizers
-        own_to = [each for each in optimizers if any(own & {*group["params"]} for group in each.param_groups)]
-        optimizer = (own_to or optimizers)[0]
+        fitting = [one for one in optimizers if any(own & {*group["params"]} for group in one.param_groups)]
+        optimizer = (fitting or optimizers)[0]
         if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise StateError(
                 f"a {type(optimizer).__name__} does not tell when it has made a step, as optimizers of torch "

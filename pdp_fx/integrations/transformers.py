@@ -19,9 +19,9 @@ class PruningCallback(TrainerCallback):
     checkpoint of the trainer resumes the schedule, which is part of the model's state. An epoch is over with
     its last step, for a checkpoint of that step is one from which the next epoch begins. Of data that does
     not say how long it is the last step of an epoch cannot be told: there an epoch that the training ends
-    with is not counted. The loss stays
-    yours: with `pruned_decay`, `compute_loss` adds `pdp_fx.penalty`. Where the trainer reads the model's
-    config, as for label smoothing, set it: ``prepared.config = model.config``.
+    with is not counted. The loss stays yours: with `pruned_decay`, `compute_loss` adds `pdp_fx.penalty`.
+    Where the trainer reads the model's config, as for label smoothing, set it:
+    ``prepared.config = model.config``.
 
     Example:
         trainer = Trainer(prepared, arguments, train_dataset=data, callbacks=[PruningCallback()])

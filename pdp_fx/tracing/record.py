@@ -16,7 +16,7 @@ from pdp_fx.tracing.outcome import Given, outcome
 from pdp_fx.tracing.recorder import Recorder
 from pdp_fx.tracing.sizes import Decoy
 from pdp_fx.tracing.source import runs_model
-from pdp_fx.tracing.steps import Recording
+from pdp_fx.tracing.steps import Recording, UnrecordableError
 from pdp_fx.tracing.yielding import yielding_floats
 
 
@@ -59,7 +59,7 @@ def record(
         return replace(recording, outcome=outcome(model, result, at_first), seconds=seconds)
     except Exception as err:
         recorder.failures.check(err)
-        if not empty and decoy is None:
+        if not empty and decoy is None and not isinstance(err, UnrecordableError):
             # The model need not bear to be told that something is selected.
             findings.unproven |= {asked.source for asked in recorder.branches.asked}
         raise
