@@ -155,9 +155,9 @@ def _to(kind: type, recorder: Recorder) -> Any:
     def cast(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], torch.Tensor) and _holds_a_number(args[0], recorder):
             args = (args[0].item(),)
-            if isinstance(args[0], torch.Tensor):
+            if isinstance(args[0], torch.Tensor) and kind is float:
                 # A random number, which stays a tensor.
-                return args[0].double() if kind is float else args[0].long()
+                return args[0].double()
         if len(args) == 1 and isinstance(number := args[0], Live) and number.session.open:
             if isinstance(number, kind):
                 return number
